@@ -1,0 +1,1 @@
+"""What two or more stages of the pipeline share; one concept a module."""

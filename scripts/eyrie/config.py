@@ -1,0 +1,208 @@
+"""The config's schema: every key, its type and bounds. config.yaml explains them to users."""
+
+import difflib
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+# 4.0, "4" and true are mistakes where a count is meant.
+Count = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[int, Field(strict=True, gt=0)]
+# YAML reads 1e-4 as a string; it is taken as the number that it looks like.
+Real = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Source = Annotated[str, StringConstraints(pattern=r"^(pypi|hf|path):.+")]
+# A digest left unquoted may look like a number to YAML, so only strings are taken.
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SourceBlock(Block):
+    source: Source
+    sha256: Sha256 | None = None
+
+
+class Verifier(SourceBlock):
+    trust_remote_code: Flag
+    dtype: Literal["auto", "bfloat16", "float16", "float32"]
+
+
+class Data(Block):
+    conversations: Positive
+
+
+class Shard(Block):
+    shard_size: Positive
+    max_length: Positive
+    min_supervised_tokens: Positive
+    answers: Literal["verifier", "dataset"]
+    max_new_tokens: Positive
+
+
+class Engine(Block):
+    gpus: Count
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
+    kv_cache_gib: Positive
+    max_model_len: Positive
+    max_num_seqs: Positive
+    max_num_batched_tokens: Positive
+
+
+class Extract(Engine):
+    layer_ids: Annotated[list[Positive], Field(min_length=1)]
+    runtime: Positive
+
+
+class Vocab(Block):
+    draft_vocab_size: Positive
+    min_coverage: Fraction
+
+
+class Draft(Block):
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+    intermediate_size: Positive
+    rope_theta: Real
+    max_position_embeddings: Positive
+    rms_norm_eps: Real
+    norm_before_residual: Flag
+    norm_before_fc: Flag
+    norm_output: Flag
+
+
+class Train(Block):
+    gpus: Count
+    dtype: Literal["auto", "bfloat16", "float32"]
+    held_out: Annotated[float, Field(gt=0, lt=1)]
+    epochs: Positive
+    total_seq_len: Positive
+    optimizer: Literal["muon", "adamw"]
+    lr: Real
+    muon_lr: Real
+    weight_decay: Real
+    scheduler: Literal["linear", "cosine", "none"]
+    warmup_ratio: Fraction
+    ttt_steps: Positive
+    ttt_decay: Real
+    seed: Count
+    checkpoint_every: Positive
+    runtime: Positive
+
+
+class Bench(Engine):
+    prompts: Positive
+    max_new_tokens: Positive
+    draft_tokens: Positive
+    runtime: Positive
+
+
+class Run(Block):
+    data: str
+
+
+class Config(Block):
+    results: str
+    verifier: Verifier
+    conversations: SourceBlock
+    prompts: SourceBlock
+    data: dict[str, Data]
+    shard: Shard
+    extract: Extract
+    vocab: Vocab
+    draft: Draft
+    train: Train
+    bench: Bench
+    runs: dict[str, Run]
+
+
+class ConfigError(Exception):
+    """What is wrong in the config, key by key, and what to write instead."""
+
+
+def _known_keys(path: tuple) -> list[str]:
+    """The keys that the block at `path` may hold."""
+    model = Config
+    for part in path:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        if annotation is None:
+            continue
+        if getattr(annotation, "__origin__", None) is dict:
+            annotation = annotation.__args__[1]
+        model = annotation
+    return list(model.model_fields)
+
+
+def _explain(error: dict) -> str:
+    *block, key = error["loc"]
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(key), _known_keys(tuple(block)), n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"{name}: there is no such key{hint}"
+    if error["type"] == "missing":
+        return f"{name}: missing"
+    return f"{name}: {error['msg']}, found {error['input']!r}"
+
+
+def load_config(values: dict) -> Config:
+    """Check a config read from YAML.
+
+    Raises:
+        ConfigError: all that is wrong with it, one line a key.
+    """
+    # A run or data set named 10 is a number to YAML and a name to everybody else.
+    values = dict(values)
+    for block in ("data", "runs"):
+        if isinstance(values.get(block), dict):
+            values[block] = {str(k): v for k, v in values[block].items()}
+    if isinstance(values.get("runs"), dict):
+        for run in values["runs"].values():
+            if isinstance(run, dict) and isinstance(run.get("data"), int):
+                run["data"] = str(run["data"])
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        lines = sorted({_explain(e) for e in error.errors()})
+        raise ConfigError("config: " + "\n        ".join(lines)) from None
+    problems = [
+        f"runs.{name}.data: there is no data set {run.data!r}; there are {', '.join(config.data)}"
+        for name, run in config.runs.items()
+        if run.data not in config.data
+    ]
+    for name in ("verifier", "conversations", "prompts"):
+        block = getattr(config, name)
+        kind = block.source.split(":")[0]
+        if kind == "pypi" and not block.sha256:
+            problems.append(f"{name}.sha256: give the wheel's sha256 with a pypi: source")
+        if kind == "hf" and block.sha256:
+            problems.append(f"{name}.sha256: a Hub source is fixed by its revision; set it to null")
+    room = config.shard.max_new_tokens if config.shard.answers == "verifier" else 0
+    if config.shard.max_length <= room:
+        problems.append(
+            f"shard.max_length: {config.shard.max_length} leaves no room for a prompt beside "
+            f"shard.max_new_tokens, {room}"
+        )
+    if config.shard.max_length > config.extract.max_model_len:
+        problems.append(
+            f"shard.max_length: {config.shard.max_length} is longer than extract.max_model_len, "
+            f"{config.extract.max_model_len}"
+        )
+    if config.shard.max_length > config.train.total_seq_len:
+        problems.append(
+            f"shard.max_length: {config.shard.max_length} is longer than train.total_seq_len, "
+            f"{config.train.total_seq_len}; rows would be cut"
+        )
+    if config.draft.num_attention_heads % config.draft.num_key_value_heads:
+        problems.append(
+            f"draft.num_attention_heads: {config.draft.num_attention_heads} is no multiple of "
+            f"draft.num_key_value_heads, {config.draft.num_key_value_heads}"
+        )
+    if problems:
+        raise ConfigError("config: " + "\n        ".join(problems))
+    return config

@@ -1,0 +1,192 @@
+"""The draft: its config, its speculators model, and the flat checkpoint that vLLM loads."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from eyrie.files import atomic, write_json
+from eyrie.verifier import VerifierConfig
+
+
+@dataclass
+class DraftShape:
+    """Every choice that the draft's architecture leaves open, as the config names them."""
+
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float
+    max_position_embeddings: int
+    rms_norm_eps: float
+    norm_before_residual: bool
+    norm_before_fc: bool
+    norm_output: bool
+
+
+def layer_config(shape: DraftShape, verifier: VerifierConfig) -> dict:
+    """The draft's decoder as a Llama config, no field left to a default."""
+    return {
+        "model_type": "llama",
+        "vocab_size": verifier.vocab_size,
+        "hidden_size": verifier.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "bos_token_id": verifier.bos_token_id,
+        "eos_token_id": verifier.eos_token_ids[0] if verifier.eos_token_ids else None,
+        "pretraining_tp": 1,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    }
+
+
+def flat_config(
+    shape: DraftShape, verifier: VerifierConfig, layer_ids: list[int], draft_vocab_size: int
+) -> dict:
+    """config.json of the flat checkpoint.
+
+    vLLM's two model runners read the aux layer ids from different places, and the loader counts
+    them in a third: all are written. A norm flag left out would silently drop its weights.
+    """
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **layer_config(shape, verifier),
+        "dtype": "bfloat16",
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": verifier.hidden_size,
+        "norm_before_residual": shape.norm_before_residual,
+        "norm_before_fc": shape.norm_before_fc,
+        "fc_norm": False,
+        "norm_output": shape.norm_output,
+        "num_aux_hidden_states": len(layer_ids),
+        "eagle_aux_hidden_state_layer_ids": layer_ids,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": layer_ids,
+            "layer_ids": layer_ids,
+            "use_aux_hidden_state": True,
+            "norm_before_fc": shape.norm_before_fc,
+        },
+    }
+
+
+def expected_tensors(config: dict) -> dict[str, tuple[str, list[int]]]:
+    """Name -> (safetensors dtype, shape) of every tensor of a flat checkpoint, from its config."""
+    hidden, draft_vocab = config["hidden_size"], config["draft_vocab_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    middle = config["intermediate_size"]
+    aux = config["num_aux_hidden_states"] * config["target_hidden_size"]
+    tensors = {
+        "fc.weight": [hidden, aux],
+        "norm.weight": [hidden],
+        "lm_head.weight": [draft_vocab, hidden],
+    }
+    if config["norm_before_fc"]:
+        tensors["input_norm.weight"] = [aux]
+    for layer in range(config["num_hidden_layers"]):
+        prefix, width = ("midlayer", 2 * hidden) if layer == 0 else (f"layers.{layer}", hidden)
+        tensors |= {
+            f"{prefix}.input_layernorm.weight": [hidden],
+            f"{prefix}.post_attention_layernorm.weight": [hidden],
+            f"{prefix}.self_attn.q_proj.weight": [queries, width],
+            f"{prefix}.self_attn.k_proj.weight": [keys, width],
+            f"{prefix}.self_attn.v_proj.weight": [keys, width],
+            f"{prefix}.self_attn.o_proj.weight": [hidden, queries],
+            f"{prefix}.mlp.gate_proj.weight": [middle, hidden],
+            f"{prefix}.mlp.up_proj.weight": [middle, hidden],
+            f"{prefix}.mlp.down_proj.weight": [hidden, middle],
+        }
+        if layer == 0:
+            tensors[f"{prefix}.hidden_norm.weight"] = [hidden]
+    typed = {name: ("BF16", shape) for name, shape in tensors.items()}
+    if draft_vocab != config["vocab_size"]:
+        typed |= {"d2t": ("I64", [draft_vocab]), "t2d": ("BOOL", [config["vocab_size"]])}
+    return typed
+
+
+def flat_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A speculators Eagle3DraftModel's weights in bf16 under the flat checkpoint's names.
+
+    embed_tokens is left out: vLLM and SGLang then share the verifier's, of which it is a copy.
+    """
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.startswith(("embed_tokens.", "verifier_")):
+            continue
+        if tensor.is_floating_point():
+            tensor = tensor.to(torch.bfloat16)
+        tensors[name.replace("layers.0.", "midlayer.")] = tensor.detach().cpu().contiguous()
+    return tensors
+
+
+def write_flat(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic(folder / "model.safetensors") as partial:
+        save_file(tensors, partial, {"format": "pt"})
+    write_json(folder / "config.json", config)
+
+
+def build_model(
+    cls,
+    shape: DraftShape,
+    verifier: VerifierConfig,
+    verifier_dir: Path,
+    layer_ids: list[int],
+    ttt_steps: int,
+    draft_vocab_size: int,
+    d2t: torch.Tensor,
+    t2d: torch.Tensor,
+):
+    """A speculators draft model of class `cls` with the verifier's embeddings, head and norm."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig as SpeculatorsVerifier
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    layer = layer_config(shape, verifier)
+    theta = layer.pop("rope_theta")
+    del layer["rope_scaling"], layer["model_type"]
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=LlamaConfig(
+            **layer,
+            rope_parameters={"rope_type": "default", "rope_theta": theta},
+            attn_implementation="simple_flex_attention" if torch.cuda.is_available() else "sdpa",
+        ),
+        draft_vocab_size=draft_vocab_size,
+        norm_before_residual=shape.norm_before_residual,
+        norm_before_fc=shape.norm_before_fc,
+        norm_output=shape.norm_output,
+        eagle_aux_hidden_state_layer_ids=layer_ids,
+        target_hidden_size=verifier.hidden_size,
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=ttt_steps)],
+            default_proposal_method="greedy",
+            verifier=SpeculatorsVerifier(
+                name_or_path=str(verifier_dir),
+                architectures=json.loads((verifier_dir / "config.json").read_text())[
+                    "architectures"
+                ],
+            ),
+        ),
+    )
+    model = cls(config)
+    model.load_vocab_mappings(t2d, d2t)
+    model.load_verifier_weights()
+    return model

@@ -1,0 +1,101 @@
+"""The engine's settings, the same for extraction and benchmark, on a GPU and on a CPU."""
+
+import os
+import sys
+from pathlib import Path
+
+# 256 MiB of states may wait for the disk before the engine does.
+QUEUE_BYTES = 1 << 28
+
+
+def prepare(gpus: int, kv_cache_gib: float) -> None:
+    """Set what vLLM reads from the environment; call it before vllm or torch is imported.
+
+    On a CPU the engine runs in this process, which starts in 8 s instead of 25 and ends with
+    it, and the process is started again with Intel's OpenMP preloaded, as vLLM asks for:
+    speculative decoding is slow with the compiler's own.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # The connector is imported by name, in the engine's worker processes too.
+    scripts = str(Path(__file__).resolve().parents[1])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if scripts not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([scripts, *filter(None, paths)])
+    if gpus:
+        return
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.exists() and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
+        os.environ["LD_PRELOAD"] = f"{openmp} {os.environ.get('LD_PRELOAD', '')}".strip()
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def resolve_dtype(name: str) -> str:
+    """`auto` is bfloat16 where the device multiplies it in hardware, else float32: a CPU without
+    AVX512-BF16 is a hundred times slower in bf16."""
+    if name != "auto":
+        return name
+    import torch
+
+    fast = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()
+    return "bfloat16" if fast else "float32"
+
+
+def engine_arguments(args) -> dict:
+    """vLLM's arguments that extraction and every benchmark method share."""
+    arguments = {
+        "model": str(args.verifier),
+        "dtype": args.dtype,
+        "trust_remote_code": args.trust_remote_code,
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "seed": 0,
+        "generation_config": "vllm",
+    }
+    if args.gpus:
+        arguments["tensor_parallel_size"] = args.gpus
+        arguments["gpu_memory_utilization"] = args.gpu_memory_utilization
+    else:
+        # Compiling costs minutes and gains little on two cores.
+        arguments["enforce_eager"] = True
+    return arguments
+
+
+def extraction_arguments(layer_ids: list[int], gpus: int) -> dict:
+    """vLLM's arguments that make it keep the states of `layer_ids` and hand them over.
+
+    Ids follow vLLM: id k is the residual stream entering layer k, id L (the number of layers)
+    the last one before the final norm. They must ascend: vLLM sorts and merges them.
+    """
+    arguments = {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "EyrieConnector",
+            "kv_connector_module_path": "eyrie.connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"queue_bytes": QUEUE_BYTES},
+        },
+    }
+    if not gpus:
+        arguments |= {"scheduler_cls": "eyrie.scheduler.NoDraftScheduler", "async_scheduling": False}
+    return arguments
+
+
+def add_arguments(parser) -> None:
+    """The options from which `engine_arguments` is made."""
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--gpus", type=int, default=0, help="tensor parallel size; 0 is a CPU")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--kv-cache-gib", type=int, default=1, help="on a CPU")
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=4096)

@@ -1,0 +1,67 @@
+"""Files that are either whole or not there: atomic writes, checksums, hard links."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or a folder's entries to disk, so that a rename survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def atomic(path: str | Path) -> Iterator[Path]:
+    """Yield `path`.partial to write to; fsync it and rename it to `path` if the block succeeds.
+
+    A reader, or a run killed at any moment, sees the old file, the new one or none.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        fsync_path(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    fsync_path(path.parent)
+
+
+def write_json(path: str | Path, value) -> None:
+    with atomic(path) as partial:
+        partial.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def sha256_file(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> bool:
+    """Make `target` the same file as `source`: a hard link, or a copy where none can be made.
+
+    Returns True for a link. A copy doubles the bytes, so callers say when one was made.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(source, partial)
+        linked = True
+    except OSError:
+        shutil.copyfile(source, partial)
+        linked = False
+    os.replace(partial, target)
+    # rename() of two links to the same file does nothing and leaves both.
+    partial.unlink(missing_ok=True)
+    return linked

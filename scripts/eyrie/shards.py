@@ -1,0 +1,200 @@
+"""The format of a shard: rows of tokens, packed end to end, in one safetensors file.
+
+    input_ids      int32  [tokens]
+    loss_mask      bool   [tokens]              true where the verifier wrote the token
+    row_offsets    int64  [rows + 1]            row r is tokens row_offsets[r] : row_offsets[r + 1]
+    row_ids        uint8  [rows, 16]            hash of the conversation
+    hidden_states  bf16   [tokens, n_aux + 1, hidden]   hidden shards only
+
+Nothing is padded. The header's metadata says what made the file. A hidden shard is written
+by `HiddenShardWriter` while the engine runs, each state once; the header comes last.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from eyrie.files import atomic
+
+FORMAT = "eyrie-shard-1"
+
+# Room for the header of a hidden shard, whose sizes are known only at the end. Five tensors
+# and their metadata take under 2 KiB.
+HEADER_BYTES = 4096
+
+# What states are stored in, whatever the engine computes in.
+STATES_DTYPE = torch.bfloat16
+
+SAFETENSORS_DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+}
+
+
+class ShardError(Exception):
+    """A shard that is not what it should be; the message names the file."""
+
+
+@dataclass
+class Rows:
+    """The tokens of some conversations.
+
+    input_ids int32 [tokens], loss_mask bool [tokens], row_offsets int64 [rows + 1],
+    row_ids uint8 [rows, 16]; metadata is the header's.
+    """
+
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    row_offsets: torch.Tensor
+    row_ids: torch.Tensor
+    metadata: dict[str, str]
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.row_offsets.diff().tolist()
+
+    def row(self, index: int) -> torch.Tensor:
+        start, end = self.row_offsets[index : index + 2].tolist()
+        return self.input_ids[start:end]
+
+    @classmethod
+    def pack(
+        cls,
+        ids: list[list[int]],
+        masks: list[list[bool]],
+        row_ids: list[bytes],
+        metadata: dict[str, str],
+    ) -> "Rows":
+        lengths = [0] + [len(row) for row in ids]
+        return cls(
+            torch.from_numpy(np.concatenate(ids).astype(np.int32)),
+            torch.from_numpy(np.concatenate(masks).astype(bool)),
+            torch.tensor(lengths).cumsum(0),
+            torch.from_numpy(np.frombuffer(b"".join(row_ids), np.uint8).reshape(-1, 16).copy()),
+            metadata,
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": self.input_ids,
+            "loss_mask": self.loss_mask,
+            "row_offsets": self.row_offsets,
+            "row_ids": self.row_ids,
+        }
+
+
+def write_tokens(path: str | Path, rows: Rows) -> None:
+    """Write a token shard; the same rows and metadata give the same bytes."""
+    with atomic(path) as partial:
+        save_file(rows.tensors(), partial, {"format": FORMAT, **rows.metadata})
+
+
+def read_rows(path: str | Path) -> Rows:
+    """Read everything but the states. Raises ShardError where the file is not a whole shard."""
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ShardError(f"{path}: not a shard of format {FORMAT}; delete it and rerun")
+            rows = Rows(
+                *(file.get_tensor(k) for k in ("input_ids", "loss_mask", "row_offsets", "row_ids")),
+                metadata,
+            )
+    except ShardError:
+        raise
+    except Exception as error:  # safetensors raises its own SafetensorError, OSError, KeyError
+        raise ShardError(f"{path}: cannot be read as a shard ({error})") from error
+    if int(rows.row_offsets[-1]) != len(rows.input_ids):
+        raise ShardError(f"{path}: row offsets end at {int(rows.row_offsets[-1])}, not at "
+                         f"the number of tokens, {len(rows.input_ids)}")
+    return rows
+
+
+class HiddenShardWriter:
+    """Writes one hidden shard into `path`, states first, as rows arrive in any order.
+
+    The states lie at a fixed place in the file, so each is written once and never moved.
+    Only the process that owns the engine's worker writes states (`write_states`); the process
+    that owns the requests calls `finish`.
+    """
+
+    @staticmethod
+    def write_states(descriptor: int, token_offset: int, states: torch.Tensor) -> None:
+        """Write states [tokens, layers, hidden] at a token offset of an open shard."""
+        data = states.contiguous().view(torch.uint8).numpy().reshape(-1).data
+        position = HEADER_BYTES + token_offset * (len(data) // len(states))
+        while data:
+            written = os.pwrite(descriptor, data, position)
+            data, position = data[written:], position + written
+
+    @staticmethod
+    def finish(path: Path, rows: Rows, state_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Append the rows after their states, then write the header. The file is then whole."""
+        tokens = len(rows.input_ids)
+        size = tokens * int(np.prod(state_shape)) * dtype.itemsize
+        header: dict = {"__metadata__": {"format": FORMAT, **rows.metadata}}
+        header["hidden_states"] = {
+            "dtype": SAFETENSORS_DTYPES[dtype],
+            "shape": [tokens, *state_shape],
+            "data_offsets": [0, size],
+        }
+        with open(path, "r+b") as file:
+            file.truncate(HEADER_BYTES + size)
+            file.seek(0, os.SEEK_END)
+            # Widest type first keeps every tensor aligned.
+            for name in ("row_offsets", "input_ids", "loss_mask", "row_ids"):
+                tensor = rows.tensors()[name]
+                data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+                header[name] = {
+                    "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+                    "shape": list(tensor.shape),
+                    "data_offsets": [size, size + len(data)],
+                }
+                file.write(data)
+                size += len(data)
+            text = json.dumps(header).encode()
+            room = HEADER_BYTES - 8
+            if len(text) > room:
+                raise ShardError(f"{path}: header of {len(text)} bytes, room for {room}")
+            file.seek(0)
+            file.write(room.to_bytes(8, "little") + text.ljust(room))
+
+
+def check_hidden(path: str | Path, rows: Rows, layers: int, hidden: int) -> list[float]:
+    """Check a finished hidden shard and return the mean norm of each layer's states.
+
+    Each row must be finite, not constant, and as long as its tokens.
+
+    Raises:
+        ShardError: naming the file, the row and what is wrong with it.
+    """
+    sums = torch.zeros(layers)
+    with safe_open(path, "pt") as file:
+        states = file.get_slice("hidden_states")
+        if states.get_shape() != [len(rows.input_ids), layers, hidden]:
+            raise ShardError(
+                f"{path}: hidden_states are {states.get_shape()}, "
+                f"expected {[len(rows.input_ids), layers, hidden]}"
+            )
+        for index, (start, length) in enumerate(zip(rows.row_offsets.tolist(), rows.lengths)):
+            row = states[start : start + length].float()
+            if not row.isfinite().all():
+                raise ShardError(f"{path}: row {index} holds NaN or infinite states")
+            if length > 1 and (row.std(dim=0).amax(dim=-1) == 0).any():
+                raise ShardError(f"{path}: row {index} holds the same state at every token")
+            sums += row.norm(dim=-1).sum(dim=0)
+    return (sums / len(rows.input_ids)).tolist()

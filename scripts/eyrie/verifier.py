@@ -1,0 +1,102 @@
+"""What the pipeline needs to know of a verifier, from its config and weights' headers alone."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+@dataclass
+class VerifierConfig:
+    """The text model's sizes, wherever in the config they were."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: list[int]
+    text: dict
+
+    def extraction_ids(self, layer_ids: list[int]) -> list[int]:
+        """The aux layer ids and, last, the id of the state before the final norm.
+
+        Raises:
+            ValueError: ids that do not ascend or are not the verifier's. vLLM would sort and
+                merge them in silence.
+        """
+        last = self.num_hidden_layers
+        if layer_ids != sorted(set(layer_ids)) or not 0 < layer_ids[0] <= layer_ids[-1] < last:
+            raise ValueError(
+                f"layer_ids {layer_ids}: give ascending ids between 1 and {last - 1} (the verifier "
+                f"has {last} layers; id k is the state that enters layer k). vLLM's default would "
+                f"be {[2, last // 2, last - 3]}"
+            )
+        return [*layer_ids, last]
+
+
+def text_config(config: dict) -> dict:
+    """Descend into a multimodal config (Kimi-K2.5, Qwen-VL) until the text model is found."""
+    while "hidden_size" not in config:
+        inner = next((config[k] for k in NESTED if isinstance(config.get(k), dict)), None)
+        if inner is None:
+            raise ValueError(
+                f"no hidden_size in the config, nor in {', '.join(NESTED)}; its keys are "
+                f"{sorted(config)}"
+            )
+        config = inner
+    return config
+
+
+def load_verifier_config(folder: Path, trust_remote_code: bool = False) -> VerifierConfig:
+    """Read a verifier's config. Raises ValueError where it is not one of a text model."""
+    from transformers import AutoConfig
+
+    loaded = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    text = text_config(loaded.to_dict())
+    eos = text.get("eos_token_id")
+    return VerifierConfig(
+        hidden_size=text["hidden_size"],
+        num_hidden_layers=text["num_hidden_layers"],
+        vocab_size=text["vocab_size"],
+        rms_norm_eps=text["rms_norm_eps"],
+        max_position_embeddings=text["max_position_embeddings"],
+        bos_token_id=text.get("bos_token_id"),
+        eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
+        text=text,
+    )
+
+
+def find_tensor(folder: Path, suffix: str) -> tuple[Path, str] | None:
+    """The file and name of the one tensor whose name ends in `suffix`, or None.
+
+    Names differ by wrapper: model.norm.weight, language_model.model.norm.weight.
+
+    Raises:
+        ValueError: several tensors end so.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = json.loads(index.read_text())["weight_map"]
+    else:
+        names = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                names |= dict.fromkeys(file.keys(), path.name)
+    found = [n for n in names if n == suffix or n.endswith("." + suffix)]
+    if len(found) > 1:
+        raise ValueError(f"{folder}: several tensors end in {suffix}: {found}")
+    return (folder / names[found[0]], found[0]) if found else None
+
+
+def load_tensor(folder: Path, suffix: str):
+    """The tensor whose name ends in `suffix`, or None where there is none."""
+    found = find_tensor(folder, suffix)
+    if found is None:
+        return None
+    with safe_open(found[0], "pt") as file:
+        return file.get_tensor(found[1])

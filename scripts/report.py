@@ -1,0 +1,477 @@
+"""Write the report of a run: one HTML file that says how much faster serving became, and why.
+
+Made from saved files and a template alone, so that a new template gives a new report in seconds.
+The page loads nothing, runs no script, and the same files give the same bytes.
+"""
+
+import argparse
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from eyrie.files import atomic
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+# What figures are drawn in. On the page each becomes a CSS variable of its name, which the
+# template sets once for light and once for dark.
+COLOURS = {
+    "ink": "#1b2126",
+    "muted": "#5b6670",
+    "rule": "#d8dde2",
+    "plain": "#8b959e",
+    "accent": "#0a6c8c",
+    "series-2": "#b8560e",
+    "series-3": "#6a4fa3",
+    "series-4": "#2e7d4f",
+    "series-5": "#a8325e",
+}
+SERIES = [COLOURS["accent"], *(COLOURS[f"series-{n}"] for n in range(2, 6))]
+METHOD_COLOURS = {
+    "baseline": COLOURS["plain"],
+    "ngram": COLOURS["series-2"],
+    "eagle3": COLOURS["accent"],
+}
+# A curve of training steps has this many points, each the mean of as many steps as that takes.
+CURVE_POINTS = 100
+
+matplotlib.rcParams.update(
+    {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "eyrie",
+        # A name from the data may hold a dollar sign.
+        "text.parse_math": False,
+        "font.size": 9,
+        "text.color": COLOURS["ink"],
+        "axes.labelcolor": COLOURS["muted"],
+        "axes.edgecolor": COLOURS["rule"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": COLOURS["rule"],
+        "grid.linewidth": 0.6,
+        "xtick.color": COLOURS["rule"],
+        "ytick.color": COLOURS["rule"],
+        "xtick.labelcolor": COLOURS["muted"],
+        "ytick.labelcolor": COLOURS["muted"],
+        "legend.frameon": False,
+        "lines.linewidth": 1.6,
+        "lines.markersize": 4,
+    }
+)
+
+
+def canvas(height: float = 3.0):
+    """Return a figure, narrow enough that its text can be read on a phone, and its axes."""
+    figure = Figure(figsize=(5, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def svg(figure: Figure, label: str) -> Markup:
+    """Return the figure as an inline SVG in the page's own colours; `label` is read aloud."""
+    buffer = io.StringIO()
+    bare = dict.fromkeys(["Date", "Creator", "Format", "Type"])
+    figure.savefig(buffer, format="svg", transparent=True, metadata=bare)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    # Names such as "figure_1" would be there once for each figure of the page.
+    text = re.sub(r' id="[\w.]+_\d+"| xmlns(:xlink)?="[^"]*"', "", text)
+    for name, colour in COLOURS.items():
+        text = text.replace(colour, f"var(--{name})")
+    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1))
+
+
+def count(value) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def fixed(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None or np.isnan(value) else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None or np.isnan(value) else f"{value:.1%}"
+
+
+def size(value: int | None) -> str:
+    """Return bytes in the unit that leaves the fewest digits: 1_300_000_000 -> 1.3 GB."""
+    if value is None:
+        return "–"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{value:,.0f} B" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1000
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as a person says them: 12.3 s, 2 min 54 s, 3 h 05 min."""
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    if round(seconds) < 3600:
+        return f"{round(seconds) // 60} min {round(seconds) % 60:02} s"
+    return f"{round(seconds / 60) // 60:,} h {round(seconds / 60) % 60:02} min"
+
+
+def plain(value) -> str:
+    """Return a config value as it is written in JSON, strings without quotes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def named(method: dict) -> str:
+    drafts = method["draft_tokens"]
+    return f"{method['method']}, {drafts} draft tokens" if drafts else method["method"]
+
+
+def verdict(methods: list[dict]) -> dict:
+    """Return the sentence that the report opens with, and what a reader must know beside it.
+
+    It is about the fastest eagle3 method. `notes` are of things that are not as they should be:
+    outputs that differ from the baseline's, or n-gram drafting that is as fast without training.
+    """
+    baseline = next(m for m in methods if m["method"] == "baseline")
+    draft = max((m for m in methods if m["method"] == "eagle3"), key=lambda m: m["speedup"])
+    speedup = draft["speedup"]
+    times = f"{speedup:.2f} times as fast"
+    if f"{speedup:.2f}" == "1.00":
+        claim = "Serving is no faster with the draft"
+    elif speedup < 1:
+        claim = f"Serving is slower with the draft, {times}"
+    else:
+        claim = f"Serving is {times} with the draft"
+    sentence = (
+        f"{claim}: {fixed(draft['tokens_per_s'], 1)} tokens/s against "
+        f"{fixed(baseline['tokens_per_s'], 1)}, at an acceptance length of "
+        f"{fixed(draft['acceptance_length'])} with {draft['draft_tokens']} draft tokens."
+    )
+    notes = []
+    differing = draft["prompts"] - draft["identical"]
+    if differing:
+        notes.append(
+            f"{differing:,} of {draft['prompts']:,} outputs are not identical to the baseline's."
+        )
+    for other in methods:
+        if other["method"] == "ngram" and other["speedup"] >= speedup:
+            notes.append(
+                f"n-gram drafting, which needs no training, is {other['speedup']:.2f} times as fast."
+            )
+    return {"sentence": sentence, "notes": notes, "draft": draft, "slower": speedup < 1}
+
+
+def by_category(measurements: pd.DataFrame) -> list[dict]:
+    """Return a dict a category, with acceptance length and speed-up of each drafting method.
+
+    Speeds are over the requests' own seconds, the baseline's in the same category being 1.
+    """
+    sums = measurements.groupby(["category", "method"], sort=True)[
+        ["new_tokens", "seconds", "drafts", "accepted"]
+    ].sum()
+    sums["speed"] = sums["new_tokens"] / sums["seconds"]
+    sums["acceptance_length"] = 1 + sums["accepted"] / sums["drafts"]
+    prompts = measurements[measurements["method"] == "baseline"].groupby("category").size()
+    return [
+        {
+            "category": category,
+            "prompts": int(prompts[category]),
+            "baseline": of["speed"]["baseline"],
+            "methods": {
+                method: {
+                    "acceptance_length": row["acceptance_length"],
+                    "speedup": row["speed"] / of["speed"]["baseline"],
+                }
+                for method, row in of.iterrows()
+                if method != "baseline"
+            },
+        }
+        for category, of in ((c, sums.loc[c]) for c in prompts.index)
+    ]
+
+
+def plot_speed(methods: list[dict]) -> Markup:
+    """Draw tokens/s of each method as a bar."""
+    figure, axes = canvas(2.6)
+    bars = axes.barh(
+        [named(m) for m in methods],
+        [m["tokens_per_s"] for m in methods],
+        color=[METHOD_COLOURS[m["method"]] for m in methods],
+        height=0.55,
+    )
+    axes.bar_label(bars, [fixed(m["tokens_per_s"], 1) for m in methods], padding=4)
+    axes.margins(x=0.14)
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens/s")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(left=False)
+    axes.grid(axis="x")
+    return svg(figure, "Tokens per second of each method")
+
+
+def plot_positions(methods: list[dict], estimate: list[float]) -> Markup:
+    """Draw how often each draft position was accepted when served, and the held-out estimate."""
+    figure, axes = canvas(2.6)
+    drafting = [m for m in methods if m["acceptance_per_position"]]
+    width = 0.8 / max(len(drafting), 1)
+    for number, method in enumerate(drafting):
+        rates = method["acceptance_per_position"]
+        x = np.arange(1, len(rates) + 1) + (number - (len(drafting) - 1) / 2) * width
+        bars = axes.bar(
+            x,
+            rates,
+            width * 0.92,
+            color=METHOD_COLOURS[method["method"]],
+            label=f"{method['method']}, served",
+        )
+        axes.bar_label(bars, [f"{r:.0%}" for r in rates], padding=2, color=COLOURS["muted"])
+    axes.plot(
+        range(1, len(estimate) + 1), estimate, "D", color=COLOURS["ink"], label="eagle3, held out"
+    )
+    axes.set_xlabel("draft position")
+    axes.set_ylim(0)
+    axes.margins(y=0.12)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.grid(axis="y")
+    axes.legend(fontsize=8)
+    return svg(figure, "Acceptance of each draft position")
+
+
+def plot_training(metrics: pd.DataFrame, column: str, label: str, chosen: int) -> Markup:
+    """Draw `column`_0, `column`_1, ... over the steps: training thin, held-out epochs dotted."""
+    figure, axes = canvas()
+    steps = metrics[metrics["kind"] == "step"]
+    epochs = metrics[metrics["kind"] == "epoch"]
+    curve = steps.groupby(np.arange(len(steps)) // smoothing(steps)).mean(numeric_only=True)
+    for position in range(positions(metrics)):
+        name, colour = f"{column}_{position}", SERIES[position % len(SERIES)]
+        axes.plot(curve["step"], curve[name], color=colour, linewidth=1, alpha=0.55)
+        axes.plot(
+            epochs["step"], epochs[name], "o-", color=colour, label=f"position {position + 1}"
+        )
+    axes.axvline(
+        epochs.set_index("epoch")["step"][chosen],
+        color=COLOURS["muted"],
+        linewidth=0.9,
+        linestyle=(0, (4, 3)),
+        zorder=0,
+        label=f"epoch {chosen}, chosen",
+    )
+    axes.set_xlabel("training step")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(axis="y")
+    axes.legend(fontsize=8)
+    return svg(figure, f"{label} of each draft position over the training steps")
+
+
+def plot_acceptance_length(metrics: pd.DataFrame, chosen: int, served: dict) -> Markup:
+    """Draw the acceptance length that each epoch's held-out accuracy amounts to, and the served
+    one."""
+    figure, axes = canvas()
+    epochs = metrics[metrics["kind"] == "epoch"].set_index("epoch")["acceptance_length"]
+    axes.plot(epochs.index, epochs, "o-", color=COLOURS["accent"], label="estimated, held out")
+    axes.plot(
+        [chosen],
+        [epochs[chosen]],
+        "o",
+        markersize=10,
+        fillstyle="none",
+        color=COLOURS["accent"],
+        label=f"epoch {chosen}, chosen",
+    )
+    if served["acceptance_length"] is not None:
+        axes.axhline(
+            served["acceptance_length"],
+            color=COLOURS["series-2"],
+            linestyle=(0, (5, 3)),
+            label=f"served: {fixed(served['acceptance_length'])}",
+        )
+    axes.set_ylim(1)
+    axes.margins(y=0.15)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("acceptance length")
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axes.grid(axis="y")
+    axes.legend(fontsize=8)
+    return svg(figure, "Acceptance length: estimated on held-out rows each epoch, and served")
+
+
+def plot_vocabulary(vocab: dict) -> Markup:
+    """Draw the share of supervised tokens that the most frequent 256, 512, ... cover."""
+    figure, axes = canvas()
+    curve = {int(size): share for size, share in vocab["coverage_by_size"].items()}
+    axes.plot(curve.keys(), curve.values(), "o-", color=COLOURS["accent"], label="by frequency")
+    axes.plot(
+        [vocab["draft_vocab_size"]],
+        [vocab["coverage"]],
+        "D",
+        markersize=7,
+        color=COLOURS["series-2"],
+        label=f"this draft: {vocab['draft_vocab_size']:,}",
+    )
+    axes.set_xscale("log", base=2)
+    shown = list(curve)[:: max(len(curve) // 5, 1)]
+    axes.set_xticks(shown, [f"{size:,}" for size in shown])
+    axes.minorticks_off()
+    axes.set_xlabel("draft vocabulary, tokens")
+    axes.set_ylabel("supervised tokens covered")
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.grid(axis="y")
+    axes.legend(fontsize=8, loc="lower right")
+    return svg(figure, "Coverage of supervised tokens over the size of the draft vocabulary")
+
+
+def positions(metrics: pd.DataFrame) -> int:
+    return sum(column.startswith("full_acc_") for column in metrics)
+
+
+def smoothing(steps: pd.DataFrame) -> int:
+    """Return how many training steps one point of a curve is the mean of."""
+    return -(-len(steps) // CURVE_POINTS)
+
+
+def stages(data: dict, checkpoint: Path) -> list[dict]:
+    """Return a dict a stage, in the order they ran: seconds, peak memory, bytes made, a note."""
+    hidden, manifest, bench = data["hidden"], data["manifest"], data["bench"]
+    # An epoch and the chosen one of the same content are one file on disk.
+    files = {sha: (checkpoint / n).stat().st_size for n, sha in manifest["files"].items()}
+    rows = [
+        (f"fetch {name}", identity, identity["bytes"], "")
+        for name, identity in data["identities"].items()
+    ]
+    rows += [
+        ("shard", data["shards"], None, ""),
+        (
+            "extract",
+            hidden,
+            hidden["bytes"],
+            f"{hidden['made']:,} of {hidden['shards']:,} shards made, the rest from the store; "
+            f"{duration(hidden['load_seconds'])} to load the verifier, "
+            f"{duration(hidden['engine_seconds'])} in the engine",
+        ),
+        ("vocab", data["vocab"], None, ""),
+        (
+            "train",
+            manifest | {"seconds": manifest["wall_seconds"]},
+            sum(files.values()),
+            f"{duration(manifest['seconds'])} in training steps",
+        ),
+        ("check", data["check"], None, ""),
+        (
+            "bench",
+            {
+                "seconds": bench["seconds"],
+                "peak_rss_bytes": max(m["peak_rss_bytes"] for m in bench["methods"]),
+            },
+            None,
+            f"{duration(sum(m['load_seconds'] for m in bench['methods']))} to load, "
+            f"{duration(sum(m['seconds'] for m in bench['methods']))} measured",
+        ),
+    ]
+    return [
+        {
+            "stage": stage,
+            "seconds": of["seconds"],
+            "peak": of.get("peak_rss_bytes"),
+            "bytes": made,
+            "note": note,
+        }
+        for stage, of, made, note in rows
+    ]
+
+
+def serve_command(verifier: str, checkpoint: Path, draft_tokens: int) -> str:
+    config = {
+        "method": "eagle3",
+        "model": str(checkpoint),
+        "num_speculative_tokens": draft_tokens,
+    }
+    quoted = shlex.quote(json.dumps(config))
+    return f"vllm serve {shlex.quote(verifier)} --speculative-config {quoted}"
+
+
+def render(template: Path, run: str, checkpoint: Path, data: dict) -> str:
+    """Return the page. `data` holds the loaded files by their option's name, and `manifest` and
+    `metrics` of the checkpoint.
+
+    Raises:
+        jinja2.UndefinedError: the template asks for something the files do not hold.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    formats = [count, fixed, percent, size, duration, plain, named]
+    environment.filters |= {format.__name__: format for format in formats}
+    methods, metrics = data["bench"]["methods"], data["metrics"]
+    chosen = data["manifest"]["chosen_epoch"]
+    epochs = metrics[metrics["kind"] == "epoch"].to_dict("records")
+    names = range(positions(metrics))
+    best = next(epoch for epoch in epochs if epoch["epoch"] == chosen)
+    opening = verdict(methods)
+    return environment.get_template(template.name).render(
+        **data,
+        run=run,
+        colours=COLOURS,
+        verdict=opening,
+        categories=by_category(data["measurements"]),
+        chosen=chosen,
+        epochs=epochs,
+        positions=names,
+        estimated=best["acceptance_length"],
+        smoothing=smoothing(metrics[metrics["kind"] == "step"]),
+        stages=stages(data, checkpoint),
+        serve=serve_command(
+            data["bench"]["verifier"], checkpoint, opening["draft"]["draft_tokens"]
+        ),
+        plots={
+            "speed": plot_speed(methods),
+            "positions": plot_positions(methods, [best[f"full_acc_{n}"] for n in names]),
+            "loss": plot_training(metrics, "loss", "loss", chosen),
+            "accuracy": plot_training(metrics, "full_acc", "accuracy, cumulative", chosen),
+            "length": plot_acceptance_length(metrics, chosen, opening["draft"]),
+            "vocabulary": plot_vocabulary(data["vocab"]),
+        },
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", required=True, help="the run's name")
+    parser.add_argument("--template", type=Path, required=True)
+    parser.add_argument("--shards", type=Path, required=True, help="shards.json")
+    parser.add_argument("--hidden", type=Path, required=True, help="hidden.json")
+    parser.add_argument("--vocab", type=Path, required=True, help="vocab_RUN.json")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint's folder")
+    parser.add_argument("--check", type=Path, required=True, help="check_RUN.json")
+    parser.add_argument("--bench", type=Path, required=True, help="bench_RUN.json")
+    parser.add_argument("--measurements", type=Path, required=True, help="bench_RUN.csv")
+    parser.add_argument("--identities", type=Path, nargs="+", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+
+    data = {
+        name: json.loads(getattr(args, name).read_text())
+        for name in ("shards", "hidden", "vocab", "check", "bench")
+    }
+    data["manifest"] = json.loads((args.checkpoint / "manifest.json").read_text())
+    data["metrics"] = pd.read_parquet(args.checkpoint / "metrics.parquet")
+    data["measurements"] = pd.read_csv(args.measurements, converters={"category": str})
+    data["identities"] = {path.stem: json.loads(path.read_text()) for path in args.identities}
+    page = render(args.template, args.run, args.checkpoint, data)
+    with atomic(args.out) as partial:
+        partial.write_text(page)
+    print(f"report: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

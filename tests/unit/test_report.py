@@ -1,0 +1,464 @@
+"""The report and the table, on small made-up results of every stage."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import report
+import table
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "templates/report.html"
+SCRIPT = "<script>alert(1)</script>"
+
+
+def method(name: str, tokens_per_s: float, **more) -> dict:
+    return {
+        "method": name,
+        "draft_tokens": 0 if name == "baseline" else 3,
+        "prompts": 4,
+        "new_tokens": 400,
+        "seconds": 400 / tokens_per_s,
+        "tokens_per_s": tokens_per_s,
+        "speedup": tokens_per_s / 36.3,
+        "acceptance_length": None,
+        "acceptance_per_position": None,
+        "drafts": 0,
+        "proposed": 0,
+        "accepted": 0,
+        "identical": 4,
+        "load_seconds": 11.0,
+        "peak_rss_bytes": 1_500_000_000,
+    } | more
+
+
+def made_up() -> dict:
+    """The content of every input, by the option that names its file."""
+    drafted = {"drafts": 200, "proposed": 600}
+    return {
+        "shards": {
+            "read": 1_012,
+            "kept": 1_000,
+            "rejected": 12,
+            "reasons": {"empty": 9, "too long": 3},
+            "answers": "verifier",
+            "leading_answers_dropped": 7,
+            "shards": 4,
+            "tokens": 51_234,
+            "supervised_tokens": 0,
+            "length_percentiles": {"0": 5, "25": 20, "50": 41, "75": 80, "95": 333, "100": 1_024},
+            "tokenizer": "f00d" * 16,
+            "seconds": 3.21,
+            "peak_rss_bytes": 210_000_000,
+        },
+        "hidden": {
+            "shards": 4,
+            "made": 3,
+            "rows": 1_000,
+            "tokens": 503_000,
+            "supervised_tokens": 451_766,
+            "bytes": 2_317_824_000,
+            "header_bytes": 4_096,
+            "layer_ids": [2, 15, 27, 30],
+            "hidden_size": 576,
+            "seconds": 174.0,
+            "peak_rss_bytes": 3_400_000_000,
+            "load_seconds": 12.5,
+            "engine_seconds": 150.0,
+        },
+        "vocab": {
+            "draft_vocab_size": 8_192,
+            "verifier_vocab_size": 49_152,
+            "coverage": 0.9714,
+            "distinct": 14_321,
+            "supervised_tokens": 406_000,
+            "special_tokens": 17,
+            "coverage_by_size": {"256": 0.55, "1024": 0.74, "4096": 0.92, "16384": 1.0},
+            "seconds": 1.5,
+            "peak_rss_bytes": 400_000_000,
+        },
+        "check": {
+            "ok": True,
+            "epochs": {
+                str(epoch): [
+                    {
+                        "check": "config.vocab_size",
+                        "ok": True,
+                        "found": "49152",
+                        "expected": "49152",
+                        "effect": "vLLM stops",
+                    }
+                ]
+                for epoch in range(2)
+            },
+            "seconds": 0.4,
+        },
+        "bench": {
+            "run": "1k",
+            "verifier": "results/verifier",
+            "prompt_set": {
+                "name": "mt-bench",
+                "prompts": 4,
+                "max_new_tokens": 100,
+                "concurrency": 1,
+            },
+            "methods": [
+                method("baseline", 36.3),
+                method(
+                    "ngram",
+                    38.0,
+                    acceptance_length=1.1,
+                    acceptance_per_position=[0.06, 0.03, 0.01],
+                    accepted=20,
+                    **drafted,
+                ),
+                method(
+                    "eagle3",
+                    46.6,
+                    acceptance_length=1.52,
+                    acceptance_per_position=[0.36, 0.12, 0.04],
+                    accepted=104,
+                    **drafted,
+                ),
+            ],
+            "settings": {"temperature": 0, "gpu_memory_utilization": 0.9},
+            "versions": {"vllm": "0.32.0"},
+            "seconds": 75.0,
+        },
+        "manifest": {
+            "verifier": {"source": "pypi:a-verifier", "files": {"config.json": "c0ffee"}},
+            "data": ["fingerprint-0", "fingerprint-1"],
+            "rows": {"training": 950, "held_out": 50},
+            "config": {"lr": 0.0001, "layer_ids": [2, 15, 27], "scheduler": "linear"},
+            "versions": {"torch": "2.13.0", "vllm": "0.32.0"},
+            "seconds": 100.0,
+            "wall_seconds": 130.0,
+            "peak_rss_bytes": 2_000_000_000,
+            "chosen_epoch": 1,
+            "files": {"model.safetensors": "abad1dea", "1/model.safetensors": "abad1dea"},
+        },
+        "identities": {
+            "verifier": {
+                "source": "pypi:a-verifier",
+                "sha256": "5eed",
+                "files": {"config.json": "c0ffee"},
+                "bytes": 270_000_000,
+                "seconds": 9.0,
+                "peak_rss_bytes": 900_000_000,
+            },
+            "prompts": {"source": "hf:a/b", "revision": "cab1e", "bytes": 9_000, "seconds": 1.0},
+        },
+    }
+
+
+def metrics() -> pd.DataFrame:
+    """Two epochs of 150 steps."""
+    steps = [
+        {
+            "kind": "step",
+            "split": "train",
+            "epoch": (step - 1) // 150,
+            "step": step,
+            "loss": 9 - step / 100,
+        }
+        | {f"loss_{k}": 3 + k - step / 300 for k in range(3)}
+        | {f"full_acc_{k}": step / 1000 / (k + 1) for k in range(3)}
+        for step in range(1, 301)
+    ]
+    epochs = [
+        {
+            "kind": "epoch",
+            "split": "held_out",
+            "epoch": epoch,
+            "step": 150 * (epoch + 1),
+            "loss": 7.125 - epoch,
+            "loss_0": 3.0,
+            "loss_1": 4.0,
+            "loss_2": 5.0,
+            "full_acc_0": 0.31 + epoch / 10,
+            "full_acc_1": 0.15,
+            "full_acc_2": 0.0625,
+            "acceptance_length": 1.52 + epoch / 10,
+        }
+        for epoch in range(2)
+    ]
+    return pd.DataFrame(steps + epochs)
+
+
+def measurements() -> pd.DataFrame:
+    """The baseline writes 30 tokens/s on code and 40 on writing; eagle3 60 and 40."""
+    return pd.DataFrame(
+        [
+            ["baseline", 0, "code", 100, 3.0, 0, 0],
+            ["baseline", 1, "code", 50, 2.0, 0, 0],
+            ["baseline", 2, "writing", 80, 2.0, 0, 0],
+            ["ngram", 0, "code", 100, 3.0, 90, 9],
+            ["ngram", 1, "code", 50, 2.0, 50, 5],
+            ["ngram", 2, "writing", 80, 2.0, 80, 0],
+            ["eagle3", 0, "code", 100, 1.5, 50, 50],
+            ["eagle3", 1, "code", 50, 1.0, 30, 20],
+            ["eagle3", 2, "writing", 80, 2.0, 64, 16],
+        ],
+        columns=["method", "prompt", "category", "new_tokens", "seconds", "drafts", "accepted"],
+    )
+
+
+def write_report(folder: Path, data: dict, rows: pd.DataFrame) -> str:
+    """Return the page that the script makes of the inputs, by way of files."""
+    checkpoint = folder / "ckpt_1k"
+    for name in data["manifest"]["files"]:
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_bytes(bytes(5_000))
+    metrics().to_parquet(checkpoint / "metrics.parquet")
+    (checkpoint / "manifest.json").write_text(json.dumps(data["manifest"]))
+    rows.to_csv(folder / "bench_1k.csv", index=False)
+    command = [sys.executable, ROOT / "scripts/report.py", "--run", "1k"]
+    command += ["--template", TEMPLATE, "--checkpoint", checkpoint]
+    command += ["--measurements", folder / "bench_1k.csv", "--out", folder / "report_1k.html"]
+    for name in ("shards", "hidden", "vocab", "check", "bench"):
+        (folder / f"{name}.json").write_text(json.dumps(data[name]))
+        command += [f"--{name}", folder / f"{name}.json"]
+    command += ["--identities"]
+    for name, identity in data["identities"].items():
+        (folder / f"{name}.json").write_text(json.dumps(identity))
+        command += [folder / f"{name}.json"]
+    subprocess.run(command, check=True)
+    return (folder / "report_1k.html").read_text()
+
+
+class Page(HTMLParser):
+    """The text of a page's elements, the rows of its tables, and every tag and attribute."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict]] = []
+        self.rows: list[list[str]] = []
+        self.text = ""
+        self.feed(page)
+        self.text = " ".join(self.text.split())
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" in self.open:
+            return
+        self.text += data
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += " ".join(data.split())
+
+    def row(self, head: str) -> list[str]:
+        return next(row for row in self.rows if row and row[0] == head)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Page:
+    return Page(write_report(tmp_path_factory.mktemp("results"), made_up(), measurements()))
+
+
+def test_opens_with_the_verdict(page):
+    assert (
+        "Serving is 1.28 times as fast with the draft: 46.6 tokens/s against 36.3, at an "
+        "acceptance length of 1.52 with 3 draft tokens." in page.text
+    )
+    assert "not identical" not in page.text
+    assert "Checks of the checkpoint failed" not in page.text
+
+
+def test_every_element_is_closed(page):
+    assert page.open == []
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["baseline", "–", "–", "36.3", "1.00×", "–"],
+        ["ngram", "3", "1.10", "38.0", "1.05×", "all 4"],
+        ["eagle3", "3", "1.52", "46.6", "1.28×", "all 4"],
+        ["code", "2", "30.0", "1.10", "1.00×", "1.88", "2.00×"],
+        ["writing", "1", "40.0", "1.00", "1.00×", "1.25", "1.00×"],
+        ["0", "150", "7.125", "31.0%", "15.0%", "6.2%", "1.52"],
+        ["1, chosen", "300", "6.125", "41.0%", "15.0%", "6.2%", "1.62"],
+        ["served", "–", "–", "36.0%", "12.0%", "4.0%", "1.52"],
+        ["empty", "9", "0.9%"],
+        ["rejected", "12", "1.2%"],
+        ["95 %", "333"],
+        ["supervised tokens covered", "97.1%"],
+        ["config.vocab_size", "ok", "49152", "49152", ""],
+        ["fetch verifier", "9.0 s", "900.0 MB", "270.0 MB", ""],
+        ["fetch prompts", "1.0 s", "–", "9.0 kB", ""],
+        ["shard", "3.2 s", "210.0 MB", "–", ""],
+        # Its two names are one file.
+        ["train", "2 min 10 s", "2.0 GB", "5.0 kB", "1 min 40 s in training steps"],
+        ["all", "6 min 34 s", "", "", ""],
+        ["config.json", "c0ffee"],
+        ["prompts", "hf:a/b", "cab1e"],
+        ["layer_ids", "[2, 15, 27]"],
+        ["scheduler", "linear"],
+        ["torch", "2.13.0"],
+    ],
+    ids=lambda row: row[0],
+)
+def test_shows_the_figures_of_its_inputs(page, row):
+    assert page.row(row[0]) == row
+
+
+def test_says_what_became_of_every_row(page):
+    assert "1,012 conversations read = 1,000 kept + 12 rejected" in page.text
+    assert "3 of 4 shards made, the rest from the store" in page.text
+    assert "950 rows trained on, 50 held out. Epoch 1 is the one served." in page.text
+
+
+def test_says_how_to_serve(tmp_path):
+    command = report.serve_command("a verifier", tmp_path / "ckpt", 3)
+    assert command == (
+        "vllm serve 'a verifier' --speculative-config '{\"method\": \"eagle3\", "
+        f'"model": "{tmp_path}/ckpt", "num_speculative_tokens": 3}}\''
+    )
+
+
+def test_figures_hold_text_and_the_pages_colours(page):
+    figures = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(figures) == 6 and all(figure["aria-label"] for figure in figures)
+    assert "eagle3, 3 draft tokens" in page.text
+    drawn = " ".join(a["style"] for _, a in page.tags if "style" in a)
+    assert "var(--accent)" in drawn
+    assert not set(report.COLOURS.values()) & set(re.findall("#[0-9a-f]{6}", drawn))
+
+
+def test_needs_nothing_but_itself(page):
+    tags = {tag for tag, _ in page.tags}
+    assert not tags & {"script", "link", "img", "iframe", "object", "image", "base"}
+    addresses = [
+        value
+        for _, attributes in page.tags
+        for name, value in attributes.items()
+        if name in ("src", "href", "xlink:href", "srcset", "action", "data")
+    ]
+    assert all(address.startswith("#") for address in addresses)
+    everything = " ".join(f"{v}" for _, attributes in page.tags for v in attributes.values())
+    assert not re.search(r"https?:|url\((?!#)|@import", everything)
+
+
+def test_same_inputs_same_bytes(tmp_path):
+    once, twice = (
+        write_report(tmp_path / name, made_up(), measurements())
+        for name in ("once", "twice")
+        if (tmp_path / name).mkdir() is None
+    )
+    assert once.replace("/once/", "/twice/") == twice
+
+
+def test_markup_in_data_is_text(tmp_path):
+    data, rows = made_up(), measurements()
+    rows["category"] = rows["category"].replace("code", SCRIPT + " $x$")
+    data["shards"]["reasons"][SCRIPT] = 0
+    data["manifest"]["config"]["scheduler"] = SCRIPT
+    data["bench"]["verifier"] = SCRIPT
+    data["bench"]["prompt_set"]["name"] = SCRIPT
+    data["identities"]["verifier"]["files"] = {SCRIPT: SCRIPT}
+    data["check"]["ok"] = False
+    data["check"]["epochs"]["1"][0] |= {"ok": False, "found": SCRIPT, "effect": SCRIPT}
+    text = write_report(tmp_path, data, rows)
+    assert "<script" not in text
+    page = Page(text)
+    assert page.text.count(SCRIPT) >= 9
+    assert page.row("config.vocab_size")[1] == "ok"
+    assert ["config.vocab_size", "FAIL", SCRIPT, "49152", SCRIPT] in page.rows
+    assert "Checks of the checkpoint failed" in page.text
+
+
+def eagle3(tokens_per_s: float, **more) -> list[dict]:
+    return [method("baseline", 36.3), method("eagle3", tokens_per_s, **more)]
+
+
+def test_verdict_says_slower():
+    opening = report.verdict(eagle3(29.8, acceptance_length=1.2))
+    assert opening["sentence"].startswith(
+        "Serving is slower with the draft, 0.82 times as fast: 29.8 tokens/s against 36.3"
+    )
+
+
+def test_verdict_says_no_faster():
+    assert report.verdict(eagle3(36.2))["sentence"].startswith("Serving is no faster")
+
+
+def test_verdict_says_outputs_differ():
+    notes = report.verdict(eagle3(46.6, identical=3))["notes"]
+    assert notes == ["1 of 4 outputs are not identical to the baseline's."]
+
+
+def test_verdict_says_that_ngram_is_as_fast():
+    notes = report.verdict([*eagle3(46.6), method("ngram", 50.0)])["notes"]
+    assert notes == ["n-gram drafting, which needs no training, is 1.38 times as fast."]
+
+
+def test_account_that_does_not_add_up_shows(tmp_path):
+    data = made_up()
+    data["shards"]["read"] = 1_013
+    page = Page(write_report(tmp_path, data, measurements()))
+    assert "1,013 conversations read ≠ 1,000 kept + 12 rejected" in page.text
+
+
+def test_a_failed_report_leaves_the_old_one(tmp_path):
+    old = write_report(tmp_path, made_up(), measurements())
+    data = made_up()
+    del data["vocab"]["distinct"]
+    with pytest.raises(subprocess.CalledProcessError):
+        write_report(tmp_path, data, measurements())
+    assert (tmp_path / "report_1k.html").read_text() == old
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(999, "999 B"), (1_000, "1.0 kB"), (547e9, "547.0 GB"), (None, "–")],
+)
+def test_size(value, text):
+    assert report.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.96, "1 min 00 s"), (174.2, "2 min 54 s"), (3599.7, "1 h 00 min"),
+     (86_400, "24 h 00 min")],
+)  # fmt: skip
+def test_duration(seconds, text):
+    assert report.duration(seconds) == text
+
+
+def test_table_in_plain_text(tmp_path):
+    bench = tmp_path / "bench_1k.json"
+    bench.write_text(json.dumps(made_up()["bench"]))
+    command = [sys.executable, "-I", ROOT / "scripts/table.py", bench, "--report", "r.html"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout == (
+        "method    draft tokens  acceptance length  tokens/s  speed-up  identical\n"
+        "baseline             -                  -      36.3     1.00x          -\n"
+        "ngram                3               1.10      38.0     1.05x     4 of 4\n"
+        "eagle3               3               1.52      46.6     1.28x     4 of 4\n"
+        "\n"
+        "report: r.html\n"
+    )
+
+
+def test_table_shows_large_figures():
+    text = table.table([method("baseline", 12_345.6, prompts=1_000)])
+    assert text.splitlines()[1].split() == ["baseline", "-", "-", "12,345.6", "340.10x", "-"]
