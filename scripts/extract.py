@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from eyrie import engine
-from eyrie.files import fsync_path, link_or_copy, write_json
+from eyrie.files import fsync_path, link_or_copy, log_line, write_json
 from eyrie.shards import (
     HEADER_BYTES,
     HiddenShardWriter,
@@ -108,7 +108,7 @@ class Shard:
         return {"layer_norms": [round(norm, 3) for norm in norms]}
 
 
-def run_engine(args, missing: list[Shard], log) -> dict:
+def run_engine(args, missing: list[Shard]) -> dict:
     """Load the engine and make the missing shards, one after the other, without a pause between
     them: while the last rows of one finish, the first of the next are already running."""
     loading = time.time()
@@ -147,8 +147,7 @@ def run_engine(args, missing: list[Shard], log) -> dict:
                 **report,
             }
             opened = time.time()
-            log.write(json.dumps(line) + "\n")
-            log.flush()
+            log_line(args.log, **line)
 
     def answered_in_full() -> list[Shard]:
         return [s for s in missing if len(s.tokens) == len(s.prompts)]
@@ -225,11 +224,9 @@ def main() -> None:
                 )
         made = len(missing)
         timings = {"load_seconds": 0.0, "engine_seconds": 0.0}
-        args.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.log, "a") as log:
-            print(f"extract: {len(stored)} shards, {len(stored) - made} in the store, {made} to make")
-            if missing:
-                timings = run_engine(args, missing, log)
+        print(f"extract: {len(stored)} shards, {len(stored) - made} in the store, {made} to make")
+        if missing:
+            timings = run_engine(args, missing)
         linked = [link_or_copy(*pair) for pair in zip(stored, args.out)]
     except (ShardError, ValueError) as error:
         sys.exit(f"extract: {error}")

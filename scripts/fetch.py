@@ -9,7 +9,6 @@ A verifier that comes as GGUF becomes bf16 safetensors with its tokenizer and ch
 """
 
 import argparse
-import json
 import re
 import resource
 import shutil
@@ -20,7 +19,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from eyrie.files import fsync_path, sha256_file, write_json
+from eyrie.files import fsync_path, log_line, sha256_file, write_json
 
 
 class FetchError(Exception):
@@ -186,6 +185,7 @@ def main() -> None:
     parser.add_argument("--sha256", default=None, help="of the wheel, or of a single local file")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--identity", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
     args.sha256 = args.sha256 or None
 
@@ -195,7 +195,8 @@ def main() -> None:
     work = args.out.with_name(args.out.name + ".work")
     for path in (args.out, partial):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(True)
-    work.mkdir(exist_ok=True)
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
     try:
         make = fetch_verifier if args.kind == "verifier" else fetch_data
         identity = make(args, partial, work)
@@ -211,7 +212,8 @@ def main() -> None:
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     write_json(args.identity, identity)
-    print(json.dumps({"fetched": args.source, "bytes": identity["bytes"]}))
+    log_line(args.log, source=args.source, bytes=identity["bytes"], seconds=identity["seconds"])
+    print(f"fetch: {args.source}, {identity['bytes']:,} bytes")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ matplotlib.rcParams.update(
         "svg.hashsalt": "eyrie",
         # A name from the data may hold a dollar sign.
         "text.parse_math": False,
-        "font.size": 9,
+        "font.size": 10,
         "text.color": COLOURS["ink"],
         "axes.labelcolor": COLOURS["muted"],
         "axes.edgecolor": COLOURS["rule"],
@@ -62,6 +62,9 @@ matplotlib.rcParams.update(
         "xtick.labelcolor": COLOURS["muted"],
         "ytick.labelcolor": COLOURS["muted"],
         "legend.frameon": False,
+        "legend.fontsize": 9,
+        "legend.columnspacing": 1.2,
+        "legend.handlelength": 1.5,
         "lines.linewidth": 1.6,
         "lines.markersize": 4,
     }
@@ -76,6 +79,8 @@ def canvas(height: float = 3.0):
 
 def svg(figure: Figure, label: str) -> Markup:
     """Return the figure as an inline SVG in the page's own colours; `label` is read aloud."""
+    if figure.axes[0].get_legend_handles_labels()[0]:
+        figure.legend(loc="outside upper left", ncols=4)
     buffer = io.StringIO()
     bare = dict.fromkeys(["Date", "Creator", "Format", "Type"])
     figure.savefig(buffer, format="svg", transparent=True, metadata=bare)
@@ -161,7 +166,7 @@ def verdict(methods: list[dict]) -> dict:
             notes.append(
                 f"n-gram drafting, which needs no training, is {other['speedup']:.2f} times as fast."
             )
-    return {"sentence": sentence, "notes": notes, "draft": draft, "slower": speedup < 1}
+    return {"sentence": sentence, "notes": notes, "draft": draft}
 
 
 def by_category(measurements: pd.DataFrame) -> list[dict]:
@@ -216,33 +221,32 @@ def plot_positions(methods: list[dict], estimate: list[float]) -> Markup:
     """Draw how often each draft position was accepted when served, and the held-out estimate."""
     figure, axes = canvas(2.6)
     drafting = [m for m in methods if m["acceptance_per_position"]]
-    width = 0.8 / max(len(drafting), 1)
-    for number, method in enumerate(drafting):
-        rates = method["acceptance_per_position"]
-        x = np.arange(1, len(rates) + 1) + (number - (len(drafting) - 1) / 2) * width
-        bars = axes.bar(
-            x,
-            rates,
-            width * 0.92,
-            color=METHOD_COLOURS[method["method"]],
-            label=f"{method['method']}, served",
+    series = [
+        (
+            f"{m['method']}, served",
+            m["acceptance_per_position"],
+            {"color": METHOD_COLOURS[m["method"]]},
         )
+        for m in drafting
+    ]
+    hollow = {"facecolor": "none", "edgecolor": COLOURS["accent"], "linewidth": 1.2}
+    series.append(("eagle3, held out", estimate, hollow))
+    width = 0.84 / len(series)
+    for number, (label, rates, style) in enumerate(series):
+        x = np.arange(1, len(rates) + 1) + (number - (len(series) - 1) / 2) * width
+        bars = axes.bar(x, rates, width * 0.88, label=label, **style)
         axes.bar_label(bars, [f"{r:.0%}" for r in rates], padding=2, color=COLOURS["muted"])
-    axes.plot(
-        range(1, len(estimate) + 1), estimate, "D", color=COLOURS["ink"], label="eagle3, held out"
-    )
     axes.set_xlabel("draft position")
     axes.set_ylim(0)
     axes.margins(y=0.12)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.grid(axis="y")
-    axes.legend(fontsize=8)
     return svg(figure, "Acceptance of each draft position")
 
 
 def plot_training(metrics: pd.DataFrame, column: str, label: str, chosen: int) -> Markup:
-    """Draw `column`_0, `column`_1, ... over the steps: training thin, held-out epochs dotted."""
+    """Draw `column`_0, `column`_1, ... over the steps: training thin, held-out epochs as dots."""
     figure, axes = canvas()
     steps = metrics[metrics["kind"] == "step"]
     epochs = metrics[metrics["kind"] == "epoch"]
@@ -261,12 +265,13 @@ def plot_training(metrics: pd.DataFrame, column: str, label: str, chosen: int) -
         zorder=0,
         label=f"epoch {chosen}, chosen",
     )
+    if column == "full_acc":
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_xlabel("training step")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(axis="y")
-    axes.legend(fontsize=8)
     return svg(figure, f"{label} of each draft position over the training steps")
 
 
@@ -298,7 +303,6 @@ def plot_acceptance_length(metrics: pd.DataFrame, chosen: int, served: dict) -> 
     axes.set_ylabel("acceptance length")
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     axes.grid(axis="y")
-    axes.legend(fontsize=8)
     return svg(figure, "Acceptance length: estimated on held-out rows each epoch, and served")
 
 
@@ -316,14 +320,13 @@ def plot_vocabulary(vocab: dict) -> Markup:
         label=f"this draft: {vocab['draft_vocab_size']:,}",
     )
     axes.set_xscale("log", base=2)
-    shown = list(curve)[:: max(len(curve) // 5, 1)]
+    shown = list(curve)[:: max(len(curve) // 4, 1)]
     axes.set_xticks(shown, [f"{size:,}" for size in shown])
     axes.minorticks_off()
     axes.set_xlabel("draft vocabulary, tokens")
     axes.set_ylabel("supervised tokens covered")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.grid(axis="y")
-    axes.legend(fontsize=8, loc="lower right")
     return svg(figure, "Coverage of supervised tokens over the size of the draft vocabulary")
 
 

@@ -29,7 +29,7 @@ from eyrie.chat import (
     messages_of,
     prompt_ids,
 )
-from eyrie.files import atomic, write_json
+from eyrie.files import atomic, log_line, write_json
 from eyrie.shards import Rows, write_tokens
 from tqdm import tqdm
 
@@ -132,10 +132,7 @@ def make_shards(args) -> dict:
         nonlocal shards
         name = args.out / "shards" / f"{shards:05d}.safetensors"
         write_tokens(name, Rows.pack(ids, masks, row_ids, metadata))
-        if args.log:
-            line = {"shard": shards, "rows": len(ids), "tokens": sum(map(len, ids))}
-            with open(args.log, "a") as log:
-                log.write(json.dumps(line) + "\n")
+        log_line(args.log, shard=shards, rows=len(ids), tokens=sum(map(len, ids)))
         shards += 1
         for part in (ids, masks, row_ids):
             part.clear()

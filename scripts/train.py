@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 from eyrie.draft import DraftShape, build_model, flat_config, flat_tensors, write_flat
 from eyrie.engine import resolve_dtype
-from eyrie.files import atomic, link_or_copy, sha256_file, write_json
+from eyrie.files import atomic, link_or_copy, log_line, sha256_file, write_json
 from eyrie.hidden import HiddenStates, split
 from eyrie.provenance import versions
 from eyrie.shards import ShardError
@@ -235,7 +235,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     for field in fields(DraftShape):
         option = "--" + field.name.replace("_", "-")
         if field.type is bool:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, required=True)
+            parser.add_argument(option, action="store_true")
         else:
             parser.add_argument(option, type=field.type, required=True)
 
@@ -307,9 +307,12 @@ def main() -> None:
     parser.add_argument("--held-out", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--checkpoint-every", type=int, required=True, help="steps")
+    parser.add_argument("--log", type=Path, help="gets a JSON line an epoch")
     args = parser.parse_args()
 
+    args.dtype = resolve_dtype(args.dtype)
     try:
         train(args)
     except Interrupted as stop:
@@ -353,7 +356,10 @@ def train(args) -> None:
 
     def on_epoch(epoch: int, metrics: dict) -> None:
         write_flat(state / "epochs" / str(epoch), config, flat_tensors(model))
-        print(f"train: epoch {epoch}, held out: " + json.dumps(metrics), flush=True)
+        log_line(args.log, epoch=epoch, step=trainer.global_step, **metrics)
+        accuracy = ", ".join(f"{v:.3f}" for k, v in metrics.items() if k.startswith("full_acc"))
+        print(f"train: epoch {epoch}, held out: loss {metrics['loss']:.3f}, accuracy {accuracy}, "
+              f"acceptance length {metrics['acceptance_length']:.3f}", flush=True)
 
     trainer = DraftTrainer(
         model,
@@ -362,7 +368,7 @@ def train(args) -> None:
             train_call_kwargs=call, val_call_kwargs=call, optimizer=args.optimizer,
             weight_decay=args.weight_decay, muon_lr=args.muon_lr,
             muon_weight_decay=args.weight_decay, scheduler_type=args.scheduler,
-            scheduler_warmup_ratio=args.warmup_ratio, hidden_states_dtype=getattr(torch, resolve_dtype(args.dtype)),
+            scheduler_warmup_ratio=args.warmup_ratio, hidden_states_dtype=getattr(torch, args.dtype),
         ),
         *loaders,
         state=state, checkpoint_every=args.checkpoint_every, on_epoch=on_epoch,

@@ -4,7 +4,6 @@ d2t holds offsets: draft token i is verifier token i + d2t[i], as vLLM and SGLan
 """
 
 import argparse
-import json
 import resource
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 from eyrie.chat import load_tokenizer
-from eyrie.files import atomic, write_json
+from eyrie.files import atomic, log_line, write_json
 from eyrie.hidden import split
 from eyrie.shards import ShardError, read_rows
 from eyrie.verifier import load_verifier_config
@@ -50,7 +49,8 @@ def main() -> None:
     parser.add_argument("--held-out", type=float, required=True, help="fraction left out")
     parser.add_argument("--min-coverage", type=float, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--summary", type=Path, required=True)
+    parser.add_argument("--summary", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
 
     started = time.time()
@@ -87,13 +87,13 @@ def main() -> None:
         "coverage_by_size": {str(n): round(float(ranked[n - 1]), 6) for n in sizes},
     }
     with atomic(args.out) as partial:
-        identity = {"tokenizer_vocab": str(len(tokenizer)), **{k: str(v) for k, v in summary.items()
-                    if k in ("coverage", "supervised_tokens")}}
+        identity = {key: str(summary[key]) for key in ("coverage", "supervised_tokens")}
         save_file({"d2t": d2t, "t2d": t2d}, partial, identity)
     summary["seconds"] = round(time.time() - started, 2)
     summary["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     write_json(args.summary, summary)
-    print(json.dumps({"vocab": args.size, "coverage": summary["coverage"]}))
+    log_line(args.log, size=args.size, coverage=summary["coverage"])
+    print(f"vocab: {args.size:,} tokens cover {coverage:.2%} of the supervised ones")
 
 
 if __name__ == "__main__":

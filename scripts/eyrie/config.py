@@ -31,6 +31,10 @@ class Verifier(SourceBlock):
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
 
 
+class Prompts(SourceBlock):
+    name: str
+
+
 class Data(Block):
     conversations: Positive
 
@@ -110,7 +114,7 @@ class Config(Block):
     results: str
     verifier: Verifier
     conversations: SourceBlock
-    prompts: SourceBlock
+    prompts: Prompts
     data: dict[str, Data]
     shard: Shard
     extract: Extract

@@ -58,7 +58,7 @@ def engine_arguments(args) -> dict:
     }
     if args.gpus:
         arguments["tensor_parallel_size"] = args.gpus
-        arguments["gpu_memory_utilization"] = args.gpu_memory_utilization
+        arguments["gpu_memory_utilization"] = args.gpu_memory_percent / 100
     else:
         # Compiling costs minutes and gains little on two cores.
         arguments["enforce_eager"] = True
@@ -91,10 +91,12 @@ def extraction_arguments(layer_ids: list[int], gpus: int) -> dict:
 
 def add_arguments(parser) -> None:
     """The options from which `engine_arguments` is made."""
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"]
+    )
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--gpus", type=int, default=0, help="tensor parallel size; 0 is a CPU")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--gpu-memory-percent", type=int, default=90, help="of each GPU's")
     parser.add_argument("--kv-cache-gib", type=int, default=1, help="on a CPU")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--max-num-seqs", type=int, default=64)

@@ -41,6 +41,14 @@ def write_json(path: str | Path, value) -> None:
         partial.write_text(json.dumps(value, indent=1) + "\n")
 
 
+def log_line(path: str | Path | None, **values) -> None:
+    """Append one JSON line to a stage's log, if it has one."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as log:
+            log.write(json.dumps(values) + "\n")
+
+
 def sha256_file(path: str | Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

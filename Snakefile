@@ -1,0 +1,25 @@
+"""Eyrie: raw conversations and a verifier in, a served speed-up out. README.md explains it."""
+
+from snakemake.utils import min_version
+
+min_version("9.27")
+
+
+configfile: f"{workflow.basedir}/config.yaml"
+
+
+include: "rules/common.smk"
+include: "rules/fetch.smk"
+include: "rules/shard.smk"
+include: "rules/extract.smk"
+include: "rules/vocab.smk"
+include: "rules/train.smk"
+include: "rules/check.smk"
+include: "rules/bench.smk"
+include: "rules/report.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        f"{R}/report_1k.html",

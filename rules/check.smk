@@ -1,0 +1,23 @@
+rule check:
+    input:
+        checkpoint=f"{R}/ckpt_{{run}}",
+        verifier=f"{R}/verifier",
+    output:
+        f"{R}/check_{{run}}.json",
+    log:
+        f"{R}/logs/check_{{run}}.jsonl",
+    params:
+        trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+        code=code_hash("check"),
+    resources:
+        runtime=20,
+    conda:
+        ENV
+    shell:
+        """
+        {PYTHON:q} {SCRIPTS:q}/check.py {input.checkpoint:q} \
+            --verifier {input.verifier:q} \
+            {params.trust:q} \
+            --json {output:q} \
+            --log {log:q}
+        """

@@ -1,0 +1,68 @@
+"""The checked config, and what several rules ask of it."""
+
+import sys
+from pathlib import Path
+
+SCRIPTS = Path(workflow.basedir) / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from snakemake.exceptions import WorkflowError
+from snakemake.resources import Resource
+
+from eyrie import provenance
+from eyrie.config import ConfigError, load_config
+
+try:
+    C = load_config(config)
+except ConfigError as error:
+    raise WorkflowError(str(error)) from None
+
+R = C.results
+# The interpreter that runs Snakemake runs the scripts, whatever `python` is on the PATH.
+PYTHON = sys.executable
+ENV = "../envs/cuda.yaml" if C.extract.gpus or C.train.gpus else "../envs/cpu.yaml"
+
+# A limit set here survives `--resources other=1`, which replaces a profile's limits: without
+# one, Snakemake ignores the resource and two GPU jobs overlap. A cluster has its own queue.
+if "gpu" not in workflow.global_resources and not workflow.remote_exec:
+    workflow.global_resources["gpu"] = Resource("gpu", max(C.extract.gpus, C.train.gpus, C.bench.gpus, 1))
+
+
+wildcard_constraints:
+    run="[^/]+",
+
+
+def code_hash(name):
+    """The hash of scripts/NAME.py and of the project modules it imports."""
+    return provenance.code_hash(SCRIPTS / f"{name}.py")
+
+
+def shard_names(data):
+    """The numbers of a data set's shards, known from the config alone."""
+    return [f"{i:05d}" for i in range(-(-C.data[data].conversations // C.shard.shard_size))]
+
+
+def data_of(wildcards):
+    """The data set of a run; an error that names the runs there are."""
+    if wildcards.run not in C.runs:
+        raise WorkflowError(
+            f"run {wildcards.run!r} is not defined: the config has {', '.join(C.runs)}. "
+            "Ask for one of these, or add it under `runs:`"
+        )
+    return C.runs[wildcards.run].data
+
+
+def hidden_of(wildcards):
+    """The hidden shards that a run trains on."""
+    data = data_of(wildcards)
+    return [f"{R}/data/{data}/hidden/{name}.safetensors" for name in shard_names(data)]
+
+
+def source_options(block):
+    """A source of the config as options of scripts/fetch.py."""
+    return ["--source", block.source, "--sha256", block.sha256 or ""]
+
+
+def flag(name, value):
+    """A switch: the option itself, or nothing."""
+    return [f"--{name}"] if value else []

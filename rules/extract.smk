@@ -1,0 +1,57 @@
+# One rule a data set: the engine is loaded once, for whatever shards the store lacks.
+for data in C.data:
+
+    rule:
+        name:
+            f"extract_{data}"
+        input:
+            shards=expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=shard_names(data)),
+            verifier=f"{R}/verifier",
+            identity=f"{R}/verifier.json",
+        output:
+            hidden=expand(f"{R}/data/{data}/hidden/{{shard}}.safetensors", shard=shard_names(data)),
+            summary=f"{R}/data/{data}/hidden.json",
+        log:
+            f"{R}/logs/extract_{data}.jsonl",
+        params:
+            store=f"{R}/.state/store",
+            layer_ids=C.extract.layer_ids,
+            answers=C.shard.answers,
+            max_new_tokens=C.shard.max_new_tokens,
+            max_model_len=C.extract.max_model_len,
+            dtype=C.verifier.dtype,
+            trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+            code=code_hash("extract"),
+        threads: workflow.cores
+        resources:
+            gpu=C.extract.gpus,
+            runtime=C.extract.runtime,
+            # Memory tuning changes no state, and a resource reruns nothing.
+            gpu_memory_percent=round(100 * C.extract.gpu_memory_utilization),
+            kv_cache_gib=C.extract.kv_cache_gib,
+            max_num_seqs=C.extract.max_num_seqs,
+            max_num_batched_tokens=C.extract.max_num_batched_tokens,
+        conda:
+            ENV
+        shell:
+            """
+            {PYTHON:q} {SCRIPTS:q}/extract.py \
+                --shards {input.shards:q} \
+                --out {output.hidden:q} \
+                --store {params.store:q} \
+                --verifier {input.verifier:q} \
+                --identity {input.identity:q} \
+                {params.trust:q} \
+                --summary {output.summary:q} \
+                --log {log:q} \
+                --layer-ids {params.layer_ids} \
+                --answers {params.answers} \
+                --max-new-tokens {params.max_new_tokens} \
+                --dtype {params.dtype} \
+                --max-model-len {params.max_model_len} \
+                --gpus {resources.gpu} \
+                --gpu-memory-percent {resources.gpu_memory_percent} \
+                --kv-cache-gib {resources.kv_cache_gib} \
+                --max-num-seqs {resources.max_num_seqs} \
+                --max-num-batched-tokens {resources.max_num_batched_tokens}
+            """

@@ -1,0 +1,70 @@
+rule fetch_verifier:
+    output:
+        folder=directory(f"{R}/verifier"),
+        identity=f"{R}/verifier.json",
+    log:
+        f"{R}/logs/fetch_verifier.jsonl",
+    params:
+        source=source_options(C.verifier),
+        code=code_hash("fetch"),
+    resources:
+        runtime=120,
+    conda:
+        ENV
+    shell:
+        """
+        {PYTHON:q} {SCRIPTS:q}/fetch.py \
+            --kind verifier \
+            {params.source:q} \
+            --out {output.folder:q} \
+            --identity {output.identity:q} \
+            --log {log:q}
+        """
+
+
+rule fetch_conversations:
+    output:
+        file=f"{R}/conversations",
+        identity=f"{R}/conversations.json",
+    log:
+        f"{R}/logs/fetch_conversations.jsonl",
+    params:
+        source=source_options(C.conversations),
+        code=code_hash("fetch"),
+    resources:
+        runtime=60,
+    conda:
+        ENV
+    shell:
+        """
+        {PYTHON:q} {SCRIPTS:q}/fetch.py \
+            --kind data \
+            {params.source:q} \
+            --out {output.file:q} \
+            --identity {output.identity:q} \
+            --log {log:q}
+        """
+
+
+rule fetch_prompts:
+    output:
+        file=f"{R}/prompts",
+        identity=f"{R}/prompts.json",
+    log:
+        f"{R}/logs/fetch_prompts.jsonl",
+    params:
+        source=source_options(C.prompts),
+        code=code_hash("fetch"),
+    resources:
+        runtime=60,
+    conda:
+        ENV
+    shell:
+        """
+        {PYTHON:q} {SCRIPTS:q}/fetch.py \
+            --kind data \
+            {params.source:q} \
+            --out {output.file:q} \
+            --identity {output.identity:q} \
+            --log {log:q}
+        """

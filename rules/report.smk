@@ -1,0 +1,37 @@
+rule report:
+    input:
+        template=f"{workflow.basedir}/templates/report.html",
+        shards=lambda wildcards: f"{R}/data/{data_of(wildcards)}/shards.json",
+        hidden=lambda wildcards: f"{R}/data/{data_of(wildcards)}/hidden.json",
+        vocab=f"{R}/vocab_{{run}}.json",
+        checkpoint=f"{R}/ckpt_{{run}}",
+        check=f"{R}/check_{{run}}.json",
+        bench=f"{R}/bench_{{run}}.json",
+        measurements=f"{R}/bench_{{run}}.csv",
+        identities=expand(f"{R}/{{kind}}.json", kind=["verifier", "conversations", "prompts"]),
+    output:
+        f"{R}/report_{{run}}.html",
+    log:
+        f"{R}/logs/report_{{run}}.jsonl",
+    params:
+        code=code_hash("report"),
+    resources:
+        runtime=5,
+    conda:
+        ENV
+    shell:
+        """
+        {PYTHON:q} {SCRIPTS:q}/report.py \
+            --run {wildcards.run:q} \
+            --template {input.template:q} \
+            --shards {input.shards:q} \
+            --hidden {input.hidden:q} \
+            --vocab {input.vocab:q} \
+            --checkpoint {input.checkpoint:q} \
+            --check {input.check:q} \
+            --bench {input.bench:q} \
+            --measurements {input.measurements:q} \
+            --identities {input.identities:q} \
+            --out {output:q} \
+            --log {log:q}
+        """

@@ -1,0 +1,48 @@
+# One rule a data set: it writes all of the set's shards, whose number the config decides.
+for data in C.data:
+
+    rule:
+        name:
+            f"shard_{data}"
+        input:
+            conversations=f"{R}/conversations",
+            prompts=f"{R}/prompts",
+            verifier=f"{R}/verifier",
+        output:
+            shards=expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=shard_names(data)),
+            account=f"{R}/data/{data}/shards.json",
+            rejects=f"{R}/data/{data}/rejects.jsonl",
+        log:
+            f"{R}/logs/shard_{data}.jsonl",
+        params:
+            folder=f"{R}/data/{data}",
+            source=C.conversations.source,
+            limit=C.data[data].conversations,
+            shard_size=C.shard.shard_size,
+            max_length=C.shard.max_length,
+            max_new_tokens=C.shard.max_new_tokens,
+            min_supervised_tokens=C.shard.min_supervised_tokens,
+            answers=C.shard.answers,
+            trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+            code=code_hash("shard"),
+        resources:
+            runtime=30,
+        conda:
+            ENV
+        shell:
+            """
+            {PYTHON:q} {SCRIPTS:q}/shard.py \
+                --conversations {input.conversations:q} \
+                --source-name {params.source:q} \
+                --tokenizer {input.verifier:q} \
+                {params.trust:q} \
+                --benchmark {input.prompts:q} \
+                --out {params.folder:q} \
+                --limit {params.limit} \
+                --shard-size {params.shard_size} \
+                --max-length {params.max_length} \
+                --max-new-tokens {params.max_new_tokens} \
+                --min-supervised-tokens {params.min_supervised_tokens} \
+                --answers {params.answers} \
+                --log {log:q}
+            """

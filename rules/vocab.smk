@@ -1,0 +1,32 @@
+rule vocab:
+    input:
+        hidden=hidden_of,
+        verifier=f"{R}/verifier",
+    output:
+        map=f"{R}/vocab_{{run}}.safetensors",
+        summary=f"{R}/vocab_{{run}}.json",
+    log:
+        f"{R}/logs/vocab_{{run}}.jsonl",
+    params:
+        size=C.vocab.draft_vocab_size,
+        min_coverage=C.vocab.min_coverage,
+        held_out=C.train.held_out,
+        trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+        code=code_hash("vocab"),
+    resources:
+        runtime=20,
+    conda:
+        ENV
+    shell:
+        """
+        {PYTHON:q} {SCRIPTS:q}/vocab.py \
+            --hidden {input.hidden:q} \
+            --verifier {input.verifier:q} \
+            {params.trust:q} \
+            --size {params.size} \
+            --min-coverage {params.min_coverage} \
+            --held-out {params.held_out} \
+            --out {output.map:q} \
+            --summary {output.summary:q} \
+            --log {log:q}
+        """

@@ -1,0 +1,237 @@
+"""Serve the benchmark's prompts with and without the draft, and compare speed and output.
+
+Baseline, n-gram and eagle3 run one after the other, each in a process of its own, with the same
+engine settings, prompts and limits, one request at a time at temperature 0. Counters are read as
+differences around each request; figures are computed from the rows alone.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from eyrie import engine
+from eyrie.files import atomic, log_line, write_json
+
+METHODS = ("baseline", "ngram", "eagle3")
+
+# Requests served before the clock starts: the first ones fill caches and pick kernels.
+WARM_UP = 2
+
+COUNTERS = {
+    "vllm:spec_decode_num_drafts": "drafts",
+    "vllm:spec_decode_num_draft_tokens": "proposed",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+}
+
+
+class BenchError(Exception):
+    """Something that makes the comparison worthless; the message says what."""
+
+
+def read_prompts(path: Path, count: int) -> list[dict]:
+    """The first `count` prompts, taken in turn from each category: {id, category, text}."""
+    by_category: dict[str, list[dict]] = {}
+    for number, line in enumerate(path.read_text().splitlines()):
+        row = json.loads(line)
+        text = row["turns"][0] if "turns" in row else row["prompt"]
+        category = row.get("category", "all")
+        prompt = {"id": row.get("question_id", number), "category": category, "text": text}
+        by_category.setdefault(category, []).append(prompt)
+    rounds = max(map(len, by_category.values()))
+    turns = [rows[i] for i in range(rounds) for rows in by_category.values() if i < len(rows)]
+    if len(turns) < count:
+        raise BenchError(f"{path}: {len(turns)} prompts, bench.prompts asks for {count}")
+    return turns[:count]
+
+
+def speculation(method: str, args) -> dict:
+    """vLLM's argument that makes it serve by `method`."""
+    if method == "baseline":
+        return {}
+    if method == "ngram":
+        settings = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    else:
+        settings = {"method": "eagle3", "model": str(args.checkpoint)}
+    return {"speculative_config": settings | {"num_speculative_tokens": args.draft_tokens}}
+
+
+def read_counters(llm, draft_tokens: int) -> dict[str, int]:
+    """vLLM's counters since its start; accepted_k counts drafts accepted up to position k."""
+    counters = dict.fromkeys([*COUNTERS.values()], 0)
+    counters |= {f"accepted_{k + 1}": 0 for k in range(draft_tokens)}
+    for metric in llm.get_metrics():
+        if metric.name in COUNTERS:
+            counters[COUNTERS[metric.name]] += metric.value
+        elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            for position, value in enumerate(metric.values[:draft_tokens]):
+                counters[f"accepted_{position + 1}"] += value
+    return counters
+
+
+def measure(method: str, args) -> dict:
+    """Serve every prompt by one method. Returns its rows, each with its output tokens."""
+    started = time.time()
+    from vllm import LLM, SamplingParams
+
+    from eyrie.chat import load_tokenizer, prompt_ids
+
+    tokenizer = load_tokenizer(args.verifier, args.trust_remote_code)
+    llm = LLM(
+        **engine.engine_arguments(args), **speculation(method, args), disable_log_stats=False
+    )
+    loaded = time.time()
+    sampling = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens, detokenize=False)
+    prompts = read_prompts(args.prompts, args.num_prompts)
+    rows = []
+    for number, prompt in enumerate(prompts[:WARM_UP] + prompts):
+        # The template is applied once, here, and the engine is given tokens: no second BOS.
+        ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt["text"]}])
+        before = read_counters(llm, args.draft_tokens)
+        begun = time.perf_counter()
+        (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        after = read_counters(llm, args.draft_tokens)
+        tokens = list(output.outputs[0].token_ids)
+        if number >= WARM_UP:
+            rows.append({
+                "method": method,
+                "prompt": prompt["id"],
+                "category": prompt["category"],
+                "prompt_tokens": len(ids),
+                "new_tokens": len(tokens),
+                "seconds": round(seconds, 4),
+                **{name: after[name] - before[name] for name in after},
+                "tokens": tokens,
+            })
+            done, total = len(rows), len(prompts)
+            if done % 5 == 0 or done == total:
+                spent = sum(row["seconds"] for row in rows)
+                rate = sum(row["new_tokens"] for row in rows) / spent
+                print(f"bench {method}: {done}/{total} prompts, {rate:.1f} tokens/s, "
+                      f"ETA {spent / done * (total - done):.0f} s", flush=True)
+    return {
+        "rows": rows,
+        "load_seconds": round(loaded - started, 2),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def figures(method: str, rows: list[dict], baseline: list[dict], draft_tokens: int) -> dict:
+    """The figures of one method, from its rows and the baseline's.
+
+    Acceptance length is 1 + accepted / drafts: the tokens that a verification yields.
+    """
+    total = {key: sum(row[key] for row in rows) for key in
+             ("new_tokens", "seconds", "drafts", "proposed", "accepted")}
+    per_position = [sum(row[f"accepted_{k + 1}"] for row in rows) for k in range(draft_tokens)]
+    rate = total["new_tokens"] / total["seconds"]
+    base = sum(r["new_tokens"] for r in baseline) / sum(r["seconds"] for r in baseline)
+    drafts = total["drafts"]
+    return {
+        "method": method,
+        "draft_tokens": 0 if method == "baseline" else draft_tokens,
+        "prompts": len(rows),
+        "new_tokens": total["new_tokens"],
+        "seconds": round(total["seconds"], 3),
+        "tokens_per_s": round(rate, 3),
+        "speedup": round(rate / base, 4),
+        "acceptance_length": round(1 + total["accepted"] / drafts, 4) if drafts else None,
+        "acceptance_per_position": [round(n / drafts, 4) for n in per_position] if drafts else None,
+        "drafts": int(drafts),
+        "proposed": int(total["proposed"]),
+        "accepted": int(total["accepted"]),
+        "identical": sum(a["tokens"] == b["tokens"] for a, b in zip(rows, baseline)),
+    }
+
+
+def run_methods(args) -> dict[str, dict]:
+    """Measure each method in a fresh process, so that none inherits another's memory."""
+    measured = {}
+    for method in METHODS:
+        out = args.summary.with_name(f"{args.summary.name}.{method}.partial")
+        command = [sys.executable, __file__, *sys.argv[1:], "--method", method, "--rows", str(out)]
+        try:
+            done = subprocess.run(command, check=False)
+            if done.returncode:
+                raise BenchError(f"{method} ended with exit code {done.returncode}; see above")
+            measured[method] = json.loads(out.read_text())
+        finally:
+            out.unlink(missing_ok=True)
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", required=True, help="the run's name, for the summary")
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--verifier", type=Path, required=True)
+    parser.add_argument("--identity", type=Path, required=True, help="the verifier's identity")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--prompts-name", default="prompts", help="for the summary")
+    parser.add_argument("--num-prompts", type=int, required=True)
+    parser.add_argument("--max-new-tokens", type=int, required=True)
+    parser.add_argument("--draft-tokens", type=int, required=True)
+    parser.add_argument("--summary", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--measurements", type=Path, required=True, help="CSV to write")
+    parser.add_argument("--log", type=Path, help="gets a JSON line a method")
+    parser.add_argument("--method", choices=METHODS, help="measure this one alone, into --rows")
+    parser.add_argument("--rows", type=Path)
+    engine.add_arguments(parser)
+    args = parser.parse_args()
+
+    started = time.time()
+    try:
+        if args.method:
+            engine.prepare(args.gpus, args.kv_cache_gib)
+            args.dtype = engine.resolve_dtype(args.dtype)
+            write_json(args.rows, measure(args.method, args))
+            return
+        read_prompts(args.prompts, args.num_prompts)
+        measured = run_methods(args)
+    except BenchError as error:
+        sys.exit(f"bench: {error}")
+
+    import pandas as pd
+
+    from eyrie.provenance import versions
+
+    baseline = measured["baseline"]["rows"]
+    methods, rows = [], []
+    for method, result in measured.items():
+        line = figures(method, result["rows"], baseline, args.draft_tokens)
+        line |= {key: result[key] for key in ("load_seconds", "peak_rss_bytes")}
+        methods.append(line)
+        log_line(args.log, **line)
+        for row, base in zip(result["rows"], baseline):
+            row["identical"] = row["tokens"] == base["tokens"]
+            rows.append({key: value for key, value in row.items() if key != "tokens"})
+    with atomic(args.measurements) as partial:
+        pd.DataFrame(rows).to_csv(partial, index=False)
+    write_json(args.summary, {
+        "run": args.run,
+        "verifier": json.loads(args.identity.read_text())["source"],
+        "prompt_set": {
+            "name": args.prompts_name,
+            "prompts": args.num_prompts,
+            "max_new_tokens": args.max_new_tokens,
+            "concurrency": 1,
+        },
+        "methods": methods,
+        "settings": {
+            "dtype": engine.resolve_dtype(args.dtype),
+            "temperature": 0.0,
+            **{key: getattr(args, key) for key in
+               ("gpus", "max_model_len", "max_num_seqs", "max_num_batched_tokens")},
+        },
+        "versions": versions(),
+        "seconds": round(time.time() - started, 2),
+        "peak_rss_bytes": max(result["peak_rss_bytes"] for result in measured.values()),
+    })
+
+
+if __name__ == "__main__":
+    main()

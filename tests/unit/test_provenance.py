@@ -1,0 +1,31 @@
+import shutil
+from pathlib import Path
+
+from eyrie.provenance import code_hash
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+STAGES = ["fetch", "shard", "extract", "vocab", "train", "check", "bench", "report"]
+
+
+def edited(tmp_path, file: str, old: str, new: str) -> set[str]:
+    """The stages whose hash changes by an edit of `file`."""
+    shutil.copytree(SCRIPTS, tmp_path / "scripts", dirs_exist_ok=True)
+    path = tmp_path / "scripts" / file
+    text = path.read_text()
+    assert old in text
+    before = {s: code_hash(tmp_path / "scripts" / f"{s}.py") for s in STAGES}
+    path.write_text(text.replace(old, new, 1))
+    return {s for s in STAGES if code_hash(tmp_path / "scripts" / f"{s}.py") != before[s]}
+
+
+def test_comments_touches_and_docstrings_change_nothing(tmp_path):
+    assert edited(tmp_path, "train.py", "import argparse", "# why\nimport argparse") == set()
+    assert edited(tmp_path, "train.py", '"""Train an', '"""Train one') == set()
+
+
+def test_an_edit_reaches_the_stages_that_use_it(tmp_path):
+    assert edited(tmp_path, "train.py", "int(batch", "float(batch") == {"train"}
+    assert edited(tmp_path, "eyrie/draft_model.py", "CHUNK = 1024", "CHUNK = 512") == {"train"}
+    assert edited(tmp_path, "eyrie/connector.py", "<< 28", "<< 20") == {"extract"}
+    users = edited(tmp_path, "eyrie/engine.py", "<< 28", "<< 20")
+    assert {"extract", "bench"} <= users and "vocab" not in users

@@ -1,0 +1,92 @@
+import os
+
+import pytest
+import torch
+from eyrie.files import atomic, link_or_copy
+from eyrie.shards import (
+    HiddenShardWriter,
+    Rows,
+    ShardError,
+    check_hidden,
+    read_rows,
+    write_tokens,
+)
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+
+def rows_of(lengths: list[int]) -> Rows:
+    ids = [[i * 10 + k for k in range(n)] for i, n in enumerate(lengths)]
+    masks = [[k % 2 == 0 for k in range(n)] for n in lengths]
+    return Rows.pack(ids, masks, [bytes([i] * 16) for i in range(len(lengths))], {"made": "here"})
+
+
+def write_hidden(path, rows: Rows, states: torch.Tensor, order: list[int]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    for row in order:
+        start, end = rows.row_offsets[row : row + 2].tolist()
+        HiddenShardWriter.write_states(descriptor, start, states[start:end])
+    os.close(descriptor)
+    HiddenShardWriter.finish(path, rows, states.shape[1:], states.dtype)
+
+
+def test_token_shard_round_trip_and_same_bytes(tmp_path):
+    rows = rows_of([3, 5, 1])
+    for name in "ab":
+        write_tokens(tmp_path / name, rows)
+    read = read_rows(tmp_path / "a")
+    assert read.row(1).tolist() == [10, 11, 12, 13, 14]
+    assert read.lengths == [3, 5, 1]
+    assert read.metadata["made"] == "here"
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_hidden_shard_is_safetensors_whatever_the_order_of_its_rows(tmp_path):
+    rows = rows_of([3, 5, 1])
+    states = torch.randn(9, 4, 8).bfloat16()
+    write_hidden(tmp_path / "a", rows, states, [0, 1, 2])
+    write_hidden(tmp_path / "b", rows, states, [2, 0, 1])
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    tensors = load_file(tmp_path / "a")
+    assert torch.equal(tensors["hidden_states"], states)
+    assert torch.equal(tensors["input_ids"], rows.input_ids)
+    assert torch.equal(tensors["loss_mask"], rows.loss_mask)
+    norms = check_hidden(tmp_path / "a", rows, 4, 8)
+    assert norms == pytest.approx(states.float().norm(dim=-1).mean(0).tolist(), rel=1e-3)
+    with safe_open(tmp_path / "a", "pt") as file:
+        assert torch.equal(file.get_slice("hidden_states")[3:8], states[3:8])
+
+
+@pytest.mark.parametrize("value, word", [(float("nan"), "NaN"), (float("inf"), "NaN"), (0.0, "same")])
+def test_unusable_states_are_named(tmp_path, value, word):
+    rows = rows_of([3, 5])
+    states = torch.randn(8, 2, 4).bfloat16()
+    states[3:, 1] = value
+    write_hidden(tmp_path / "a", rows, states, [0, 1])
+    with pytest.raises(ShardError, match=rf"row 1 holds .*{word}"):
+        check_hidden(tmp_path / "a", rows, 2, 4)
+
+
+def test_cut_or_foreign_files_are_not_shards(tmp_path):
+    write_tokens(tmp_path / "a", rows_of([30, 50]))
+    data = (tmp_path / "a").read_bytes()
+    for name, content in {"cut": data[:-7], "empty": b"", "text": b"hello there, no shard"}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ShardError, match=name):
+            read_rows(tmp_path / name)
+
+
+def test_atomic_leaves_nothing_behind_a_failure(tmp_path):
+    with pytest.raises(RuntimeError), atomic(tmp_path / "x") as partial:
+        partial.write_text("half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_link_or_copy_replaces_what_is_there(tmp_path):
+    (tmp_path / "a").write_text("new")
+    (tmp_path / "b").write_text("old")
+    assert link_or_copy(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").samefile(tmp_path / "a")
+    assert link_or_copy(tmp_path / "a", tmp_path / "b")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]

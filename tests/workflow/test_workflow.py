@@ -1,0 +1,236 @@
+"""The workflow from conversations to report, on a tiny verifier, through the real engine."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+REPORT = "results/tiny/report_tiny.html"
+
+
+def snakemake(cwd: Path, *arguments: str, ok: bool = True, repo: Path = ROOT) -> str:
+    """Run Snakemake on the tiny job in `cwd`; returns all that it printed."""
+    command = [
+        str(Path(sys.executable).with_name("snakemake")), "-s", str(repo / "Snakefile"),
+        "--configfile", str(repo / "configs/tiny.yaml"), "-j", "2", *arguments,
+    ]
+    done = subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert (done.returncode == 0) == ok, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Path:
+    """A finished job, made from another working directory than the repository's, with a blank
+    and a quote in its path."""
+    folder = tmp_path_factory.mktemp("a job's folder")
+    tiny.make_inputs(folder / "inputs")
+    snakemake(folder, REPORT)
+    return folder
+
+
+def jobs_of(output: str) -> set[str]:
+    """The rules that a dry run would run."""
+    if "Nothing to be done" in output:
+        return set()
+    table = output.split("Job stats:")[1].split("total")[0].splitlines()[3:]
+    return {line.split()[0] for line in table if line.strip()}
+
+
+def test_the_account_adds_up(job):
+    account = json.loads((job / "results/tiny/data/tiny/shards.json").read_text())
+    rejects = (job / "results/tiny/data/tiny/rejects.jsonl").read_text().splitlines()
+    assert account["read"] == account["kept"] + account["rejected"]
+    assert account["kept"] == 24
+    assert account["rejected"] == len(rejects) == sum(account["reasons"].values())
+
+
+def test_states_are_the_verifiers(job):
+    """Each stored layer against transformers' own forward; a layer off by one must fail."""
+    from eyrie.hidden import HiddenStates
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(job / "inputs/verifier", dtype=torch.float32)
+    paths = sorted((job / "results/tiny/data/tiny/hidden").glob("*.safetensors"))
+    states = HiddenStates(paths)
+    assert len(paths) == 3 and sum(map(len, states.rows)) == 24
+    before_norm = []
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0][0]))
+    greedy = total = 0
+    for shard, rows in enumerate(states.rows):
+        for index in range(len(rows)):
+            row = states.row(shard, index)
+            with torch.no_grad():
+                out = model(row["input_ids"].long()[None], output_hidden_states=True)
+            expected = [h[0] for h in out.hidden_states[:4]] + [before_norm[-1]]
+            for position, layer in enumerate([1, 2, 3, 4]):
+                found = row["hidden_states"][:, position].float()
+                errors = [float((found - e).norm() / e.norm()) for e in expected]
+                # 4e-3 is bf16's own rounding.
+                assert errors[layer] < 4e-3, (layer, errors)
+                assert min(errors[:layer] + errors[layer + 1 :]) > 0.05, (layer, errors)
+            # The verifier's own head on the last state must give the token it went on with.
+            last = row["hidden_states"][:, 3].float()
+            predicted = model.lm_head(model.model.norm(last)).argmax(-1)
+            written = row["loss_mask"][1:]
+            greedy += int((predicted[:-1] == row["input_ids"][1:])[written].sum())
+            total += int(written.sum())
+    assert total > 200
+    assert greedy >= 0.98 * total
+
+
+def test_bytes_on_disk_are_the_states_and_little_else(job):
+    summary = json.loads((job / "results/tiny/data/tiny/hidden.json").read_text())
+    states = summary["tokens"] * 4 * summary["hidden_size"] * 2
+    assert states < summary["bytes"] < states + summary["header_bytes"] + 40 * summary["tokens"]
+
+
+def test_the_checkpoint_is_whole(job):
+    folder = job / "results/tiny/ckpt_tiny"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["0", "1"]
+    chosen = folder / str(manifest["chosen_epoch"])
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (chosen / name).read_bytes()
+    metrics = pd.read_parquet(folder / "metrics.parquet")
+    steps = metrics[metrics.kind == "step"]
+    assert steps.step.tolist() == list(range(1, len(steps) + 1))
+    assert (metrics[metrics.kind == "epoch"].epoch == [0, 1]).all()
+    assert steps.loss.iloc[-1] < steps.loss.iloc[0]
+    vocab = load_file(job / "results/tiny/vocab_tiny.safetensors")
+    assert torch.equal(load_file(folder / "model.safetensors")["d2t"], vocab["d2t"])
+    assert json.loads((job / "results/tiny/check_tiny.json").read_text())["ok"]
+
+
+def test_drafting_changes_no_output(job):
+    bench = json.loads((job / "results/tiny/bench_tiny.json").read_text())
+    rows = pd.read_csv(job / "results/tiny/bench_tiny.csv")
+    assert [m["method"] for m in bench["methods"]] == ["baseline", "ngram", "eagle3"]
+    for method in bench["methods"]:
+        assert method["identical"] == method["prompts"] == 4
+        assert (rows[rows.method == method["method"]].new_tokens.sum()) == method["new_tokens"]
+    eagle = bench["methods"][2]
+    assert eagle["drafts"] > 0
+    assert eagle["acceptance_length"] == pytest.approx(1 + eagle["accepted"] / eagle["drafts"], abs=1e-4)
+    assert sum(eagle["acceptance_per_position"]) == pytest.approx(
+        eagle["acceptance_length"] - 1, abs=1e-3
+    )
+
+
+def test_nothing_is_to_be_done_again(job):
+    assert jobs_of(snakemake(job, "-n", REPORT)) == set()
+
+
+def test_touching_scripts_and_inputs_reruns_nothing(job, tmp_path):
+    repo = copy_of_repo(tmp_path)
+    assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == set()
+    now = time.time() + 5
+    for path in [*repo.rglob("*.py"), repo / "config.yaml", *(job / "inputs").glob("*.jsonl")]:
+        os.utime(path, (now, now))
+    assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == set()
+
+
+def test_an_edit_reruns_what_uses_it(job, tmp_path):
+    repo = copy_of_repo(tmp_path)
+    template = repo / "templates/report.html"
+    template.write_text(template.read_text() + "<!-- edited -->")
+    assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == {"report"}
+    shutil.copy(ROOT / "templates/report.html", template)
+    bench = repo / "scripts/bench.py"
+    bench.write_text(bench.read_text().replace("WARM_UP = 2", "WARM_UP = 3"))
+    assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == {"bench", "report"}
+    assert jobs_of(snakemake(job, "-n", REPORT, "--config", "extract={max_num_seqs: 4}")) == set()
+    assert jobs_of(snakemake(job, "-n", REPORT, "--config", "train={lr: 0.5}")) == {
+        "train", "check", "bench", "report",
+    }
+
+
+def copy_of_repo(folder: Path) -> Path:
+    ignore = shutil.ignore_patterns(".*", "results", "tests", "__pycache__")
+    return Path(shutil.copytree(ROOT, folder / "repo", ignore=ignore))
+
+
+def test_a_killed_extraction_makes_only_what_is_missing(job):
+    """Without the middle shard in the store, one shard is made and the others are not touched."""
+    hidden = job / "results/tiny/data/tiny/hidden"
+    middle = hidden / "00001.safetensors"
+    before = {p.name: (p.stat().st_ino, p.read_bytes()) for p in hidden.iterdir()}
+    store = job / "results/tiny/.state/store"
+    (stored,) = [p for p in store.iterdir() if p.samefile(middle)]
+    stored.unlink()
+    middle.unlink()
+    output = snakemake(job, str(middle.relative_to(job)))
+    assert "3 shards, 2 in the store, 1 to make" in output
+    for path in hidden.iterdir():
+        if path != middle:
+            assert path.stat().st_ino == before[path.name][0]
+    assert len(list(store.iterdir())) == 3
+    log = (job / "results/tiny/logs/extract_tiny.jsonl").read_text().splitlines()
+    assert [json.loads(line)["shard"] for line in log] == [0, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--config", "epochs=3"], "epochs: there is no such key"),
+        (["--config", "train={epoch: 3}"], "did you mean epochs"),
+        (["--config", "train={epochs: many}"], "train.epochs"),
+        (["results/tiny/report_2k.html"], "run '2k' is not defined: the config has"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(job, arguments, message):
+    target = [] if arguments[0].startswith("results") else [REPORT]
+    output = snakemake(job, *target, *arguments, ok=False)
+    assert message in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ("conversations={source: 'path:inputs/none.jsonl'}", "there is no such file"),
+        ("conversations={sha256: %s}" % ("0" * 63 + "a"), "the config says 0000"),
+        ("verifier={source: 'path:inputs/bare'}", "no chat template"),
+        ("data={tiny: {conversations: 4000}}", "4,000 usable conversations asked for"),
+    ],
+)
+def test_bad_input_stops_before_the_engine(inputs, tmp_path, config, message):
+    tiny.make_inputs(tmp_path / "inputs")
+    tiny.make_verifier(tmp_path / "inputs/bare", template=None)
+    output = snakemake(tmp_path, REPORT, "--config", config, ok=False)
+    assert message in output
+    assert not list((tmp_path / "results").rglob("hidden*"))
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "config, target",
+    [
+        ("config.yaml", "results/ckpt_1k"),
+        ("config.yaml", "results/ckpt_10"),
+        ("config.yaml", "results/report_10k.html"),
+        ("configs/kimi_k25.yaml", "results/kimi_k25/ckpt_1k"),
+    ],
+)
+def test_dry_runs_need_nothing_but_the_config(tmp_path, config, target):
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("snakemake")), "-n", "-j", "8", "-s",
+         str(ROOT / "Snakefile"), "--configfile", str(ROOT / config), "--", target],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"train", "vocab", "fetch_verifier"} <= jobs_of(done.stdout + done.stderr)
+    if "kimi" in config:
+        assert "gpu=8" in done.stdout + done.stderr
