@@ -32,7 +32,7 @@ rule bench:
         ENV
     shell:
         """
-        {PYTHON:q} {SCRIPTS:q}/bench.py \
+        python "$SCRIPTS/bench.py" \
             --run {wildcards.run:q} \
             --checkpoint {input.checkpoint:q} \
             --verifier {input.verifier:q} \

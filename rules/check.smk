@@ -15,7 +15,7 @@ rule check:
         ENV
     shell:
         """
-        {PYTHON:q} {SCRIPTS:q}/check.py {input.checkpoint:q} \
+        python "$SCRIPTS/check.py" {input.checkpoint:q} \
             --verifier {input.verifier:q} \
             {params.trust:q} \
             --json {output:q} \

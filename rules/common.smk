@@ -1,5 +1,7 @@
 """The checked config, and what several rules ask of it."""
 
+import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -18,8 +20,12 @@ except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
 R = C.results
-# The interpreter that runs Snakemake runs the scripts, whatever `python` is on the PATH.
-PYTHON = sys.executable
+# Rules run `python "$SCRIPTS/stage.py"`: this interpreter, and this checkout wherever it lies. In
+# params these paths would rerun everything once the checkout has moved.
+shell.prefix(
+    f"export SCRIPTS={shlex.quote(str(SCRIPTS))} "
+    f"PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; "
+)
 ENV = "../envs/cuda.yaml" if C.extract.gpus or C.train.gpus else "../envs/cpu.yaml"
 
 # A limit set here survives `--resources other=1`, which replaces a profile's limits: without

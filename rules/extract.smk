@@ -35,7 +35,7 @@ for data in C.data:
             ENV
         shell:
             """
-            {PYTHON:q} {SCRIPTS:q}/extract.py \
+            python "$SCRIPTS/extract.py" \
                 --shards {input.shards:q} \
                 --out {output.hidden:q} \
                 --store {params.store:q} \

@@ -13,7 +13,7 @@ rule fetch_verifier:
         ENV
     shell:
         """
-        {PYTHON:q} {SCRIPTS:q}/fetch.py \
+        python "$SCRIPTS/fetch.py" \
             --kind verifier \
             {params.source:q} \
             --out {output.folder:q} \
@@ -37,7 +37,7 @@ rule fetch_conversations:
         ENV
     shell:
         """
-        {PYTHON:q} {SCRIPTS:q}/fetch.py \
+        python "$SCRIPTS/fetch.py" \
             --kind data \
             {params.source:q} \
             --out {output.file:q} \
@@ -61,7 +61,7 @@ rule fetch_prompts:
         ENV
     shell:
         """
-        {PYTHON:q} {SCRIPTS:q}/fetch.py \
+        python "$SCRIPTS/fetch.py" \
             --kind data \
             {params.source:q} \
             --out {output.file:q} \

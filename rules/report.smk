@@ -21,7 +21,7 @@ rule report:
         ENV
     shell:
         """
-        {PYTHON:q} {SCRIPTS:q}/report.py \
+        python "$SCRIPTS/report.py" \
             --run {wildcards.run:q} \
             --template {input.template:q} \
             --shards {input.shards:q} \

@@ -15,7 +15,7 @@ for data in C.data:
         log:
             f"{R}/logs/shard_{data}.jsonl",
         params:
-            folder=f"{R}/data/{data}",
+            folder=subpath(output.account, parent=True),
             source=C.conversations.source,
             limit=C.data[data].conversations,
             shard_size=C.shard.shard_size,
@@ -31,7 +31,7 @@ for data in C.data:
             ENV
         shell:
             """
-            {PYTHON:q} {SCRIPTS:q}/shard.py \
+            python "$SCRIPTS/shard.py" \
                 --conversations {input.conversations:q} \
                 --source-name {params.source:q} \
                 --tokenizer {input.verifier:q} \

@@ -48,7 +48,7 @@ rule train:
         ENV
     shell:
         """
-        {PYTHON:q} {SCRIPTS:q}/train.py \
+        python "$SCRIPTS/train.py" \
             --hidden {input.hidden:q} \
             --vocab {input.vocab:q} \
             --verifier {input.verifier:q} \

@@ -19,7 +19,7 @@ rule vocab:
         ENV
     shell:
         """
-        {PYTHON:q} {SCRIPTS:q}/vocab.py \
+        python "$SCRIPTS/vocab.py" \
             --hidden {input.hidden:q} \
             --verifier {input.verifier:q} \
             {params.trust:q} \

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from eyrie import engine
 from eyrie.files import atomic, log_line, write_json
+from eyrie.gpus import hold_gpus
 
 METHODS = ("baseline", "ngram", "eagle3")
 
@@ -80,9 +81,7 @@ def measure(method: str, args) -> dict:
     from eyrie.chat import load_tokenizer, prompt_ids
 
     tokenizer = load_tokenizer(args.verifier, args.trust_remote_code)
-    llm = LLM(
-        **engine.engine_arguments(args), **speculation(method, args), disable_log_stats=False
-    )
+    llm = LLM(**engine.engine_arguments(args), **speculation(method, args), disable_log_stats=False)
     loaded = time.time()
     sampling = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens, detokenize=False)
     prompts = read_prompts(args.prompts, args.num_prompts)
@@ -97,22 +96,27 @@ def measure(method: str, args) -> dict:
         after = read_counters(llm, args.draft_tokens)
         tokens = list(output.outputs[0].token_ids)
         if number >= WARM_UP:
-            rows.append({
-                "method": method,
-                "prompt": prompt["id"],
-                "category": prompt["category"],
-                "prompt_tokens": len(ids),
-                "new_tokens": len(tokens),
-                "seconds": round(seconds, 4),
-                **{name: after[name] - before[name] for name in after},
-                "tokens": tokens,
-            })
+            rows.append(
+                {
+                    "method": method,
+                    "prompt": prompt["id"],
+                    "category": prompt["category"],
+                    "prompt_tokens": len(ids),
+                    "new_tokens": len(tokens),
+                    "seconds": round(seconds, 4),
+                    **{name: after[name] - before[name] for name in after},
+                    "tokens": tokens,
+                }
+            )
             done, total = len(rows), len(prompts)
             if done % 5 == 0 or done == total:
                 spent = sum(row["seconds"] for row in rows)
                 rate = sum(row["new_tokens"] for row in rows) / spent
-                print(f"bench {method}: {done}/{total} prompts, {rate:.1f} tokens/s, "
-                      f"ETA {spent / done * (total - done):.0f} s", flush=True)
+                print(
+                    f"bench {method}: {done}/{total} prompts, {rate:.1f} tokens/s, "
+                    f"ETA {spent / done * (total - done):.0f} s",
+                    flush=True,
+                )
     return {
         "rows": rows,
         "load_seconds": round(loaded - started, 2),
@@ -125,8 +129,10 @@ def figures(method: str, rows: list[dict], baseline: list[dict], draft_tokens: i
 
     Acceptance length is 1 + accepted / drafts: the tokens that a verification yields.
     """
-    total = {key: sum(row[key] for row in rows) for key in
-             ("new_tokens", "seconds", "drafts", "proposed", "accepted")}
+    total = {
+        key: sum(row[key] for row in rows)
+        for key in ("new_tokens", "seconds", "drafts", "proposed", "accepted")
+    }
     per_position = [sum(row[f"accepted_{k + 1}"] for row in rows) for k in range(draft_tokens)]
     rate = total["new_tokens"] / total["seconds"]
     base = sum(r["new_tokens"] for r in baseline) / sum(r["seconds"] for r in baseline)
@@ -144,7 +150,7 @@ def figures(method: str, rows: list[dict], baseline: list[dict], draft_tokens: i
         "drafts": int(drafts),
         "proposed": int(total["proposed"]),
         "accepted": int(total["accepted"]),
-        "identical": sum(a["tokens"] == b["tokens"] for a, b in zip(rows, baseline)),
+        "identical": sum(a["tokens"] == b["tokens"] for a, b in zip(rows, baseline, strict=True)),
     }
 
 
@@ -191,8 +197,9 @@ def main() -> None:
             write_json(args.rows, measure(args.method, args))
             return
         read_prompts(args.prompts, args.num_prompts)
+        _lock = hold_gpus(args.gpus)
         measured = run_methods(args)
-    except BenchError as error:
+    except (BenchError, ValueError) as error:
         sys.exit(f"bench: {error}")
 
     import pandas as pd
@@ -206,31 +213,36 @@ def main() -> None:
         line |= {key: result[key] for key in ("load_seconds", "peak_rss_bytes")}
         methods.append(line)
         log_line(args.log, **line)
-        for row, base in zip(result["rows"], baseline):
+        for row, base in zip(result["rows"], baseline, strict=True):
             row["identical"] = row["tokens"] == base["tokens"]
             rows.append({key: value for key, value in row.items() if key != "tokens"})
     with atomic(args.measurements) as partial:
         pd.DataFrame(rows).to_csv(partial, index=False)
-    write_json(args.summary, {
-        "run": args.run,
-        "verifier": json.loads(args.identity.read_text())["source"],
-        "prompt_set": {
-            "name": args.prompts_name,
-            "prompts": args.num_prompts,
-            "max_new_tokens": args.max_new_tokens,
-            "concurrency": 1,
+    write_json(
+        args.summary,
+        {
+            "run": args.run,
+            "verifier": json.loads(args.identity.read_text())["source"],
+            "prompt_set": {
+                "name": args.prompts_name,
+                "prompts": args.num_prompts,
+                "max_new_tokens": args.max_new_tokens,
+                "concurrency": 1,
+            },
+            "methods": methods,
+            "settings": {
+                "dtype": engine.resolve_dtype(args.dtype),
+                "temperature": 0.0,
+                **{
+                    key: getattr(args, key)
+                    for key in ("gpus", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+                },
+            },
+            "versions": versions(),
+            "seconds": round(time.time() - started, 2),
+            "peak_rss_bytes": max(result["peak_rss_bytes"] for result in measured.values()),
         },
-        "methods": methods,
-        "settings": {
-            "dtype": engine.resolve_dtype(args.dtype),
-            "temperature": 0.0,
-            **{key: getattr(args, key) for key in
-               ("gpus", "max_model_len", "max_num_seqs", "max_num_batched_tokens")},
-        },
-        "versions": versions(),
-        "seconds": round(time.time() - started, 2),
-        "peak_rss_bytes": max(result["peak_rss_bytes"] for result in measured.values()),
-    })
+    )
 
 
 if __name__ == "__main__":

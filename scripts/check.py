@@ -14,10 +14,22 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+
 from eyrie.draft import expected_tensors
 from eyrie.files import log_line, write_json
 from eyrie.verifier import VerifierConfig, load_tensor, load_verifier_config
-from safetensors import safe_open
+
+
+COUNTS = (
+    "draft_vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 
 
 def result(check: str, ok: bool, found, expected, effect: str) -> dict:
@@ -45,10 +57,7 @@ def check_config(config: dict, verifier: VerifierConfig) -> list[dict]:
     same("hidden_size", verifier.hidden_size, "the verifier's embeddings do not fit")
     same("target_hidden_size", verifier.hidden_size, "the verifier's states do not fit fc")
     same("tie_word_embeddings", False, "the draft's head is taken for its embeddings")
-    for key in (
-        "draft_vocab_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-        "intermediate_size max_position_embeddings"
-    ).split():
+    for key in COUNTS:
         found = config.get(key, "missing")
         good = type(found) is int and found > 0
         effect = "a default of vLLM's takes its place"
@@ -81,7 +90,7 @@ def check_config(config: dict, verifier: VerifierConfig) -> list[dict]:
     for name, found in places.items():
         checks.append(result(name, bool(ids) and found == ids, found, ids or "layer ids", effect))
     last = verifier.num_hidden_layers - 1
-    good = bool(ids) and ids == sorted(set(ids)) and 1 <= ids[0] and ids[-1] <= last
+    good = bool(ids) and ids == sorted(set(ids)) and ids[0] >= 1 and ids[-1] <= last
     effect = "vLLM sorts and merges them: states of other layers than trained on"
     checks.append(result("layer ids", good, ids, f"ascending, between 1 and {last}", effect))
     same("num_aux_hidden_states", len(ids), "fc gets another number of states")
@@ -141,11 +150,16 @@ def check_values(path: Path, config: dict, verifier_dir: Path) -> list[dict]:
     if "d2t" in tensors:
         d2t, t2d = tensors["d2t"], tensors["t2d"]
         ids = torch.arange(len(d2t)) + d2t
-        good = bool((ids.diff() > 0).all()) and 0 <= int(ids[0]) and int(ids[-1]) < len(t2d)
+        good = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < len(t2d)
         effect = "draft tokens stand for other tokens: acceptance near zero"
         checks.append(
-            result("d2t holds offsets", good, f"ids {int(ids.min())} to {int(ids.max())}",
-                   f"strictly ascending within {len(t2d)}", effect)
+            result(
+                "d2t holds offsets",
+                good,
+                f"ids {int(ids.min())} to {int(ids.max())}",
+                f"strictly ascending within {len(t2d)}",
+                effect,
+            )
         )
         if good:
             marked = t2d.nonzero().flatten()
@@ -159,8 +173,13 @@ def check_values(path: Path, config: dict, verifier_dir: Path) -> list[dict]:
         head = load_tensor(verifier_dir, "embed_tokens.weight")
     equal = torch.equal(tensors["lm_head.weight"], head[rows].to(torch.bfloat16))
     checks.append(
-        result("lm_head is the verifier's rows", equal, "equal" if equal else "other values",
-               "equal: training keeps them frozen", "draft tokens stand for other tokens")
+        result(
+            "lm_head is the verifier's rows",
+            equal,
+            "equal" if equal else "other values",
+            "equal: training keeps them frozen",
+            "draft tokens stand for other tokens",
+        )
     )
     return checks
 
@@ -202,26 +221,35 @@ def main() -> None:
         sys.exit(f"check: {args.verifier}: {error}")
     if not args.draft.is_dir():
         sys.exit(f"check: {args.draft}: there is no such folder")
-    epochs = sorted((p for p in args.draft.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+    epochs = sorted(
+        (p for p in args.draft.iterdir() if p.name.isdigit()), key=lambda p: int(p.name)
+    )
     results = {}
     for folder in [args.draft, *epochs]:
         name = "chosen" if folder == args.draft else folder.name
         results[name] = check_folder(folder, verifier, args.verifier)
         failed = [c for c in results[name] if not c["ok"]]
         for check in failed:
-            print(f"FAIL {name}: {check['check']}: found {check['found']}, "
-                  f"expected {check['expected']}. When served: {check['effect']}")
-        print(f"{'FAIL' if failed else 'ok  '} {name}: {len(results[name])} checks, "
-              f"{len(failed)} failed")
+            print(
+                f"FAIL {name}: {check['check']}: found {check['found']}, "
+                f"expected {check['expected']}. When served: {check['effect']}"
+            )
+        print(
+            f"{'FAIL' if failed else 'ok  '} {name}: {len(results[name])} checks, "
+            f"{len(failed)} failed"
+        )
         log_line(args.log, epoch=name, checks=len(results[name]), failed=len(failed))
     ok = all(c["ok"] for checks in results.values() for c in checks)
     if args.json:
-        write_json(args.json, {
-            "ok": ok,
-            "epochs": results,
-            "seconds": round(time.time() - started, 2),
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        })
+        write_json(
+            args.json,
+            {
+                "ok": ok,
+                "epochs": results,
+                "seconds": round(time.time() - started, 2),
+                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            },
+        )
     sys.exit(0 if ok else 1)
 
 

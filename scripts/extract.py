@@ -14,19 +14,21 @@ import sys
 import time
 from pathlib import Path
 
+from tqdm import tqdm
+
 from eyrie import engine
 from eyrie.files import fsync_path, link_or_copy, log_line, write_json
+from eyrie.gpus import hold_gpus
 from eyrie.shards import (
     HEADER_BYTES,
+    STATES_DTYPE,
     HiddenShardWriter,
     Rows,
-    STATES_DTYPE,
     ShardError,
     check_hidden,
     read_rows,
 )
 from eyrie.verifier import load_verifier_config
-from tqdm import tqdm
 
 
 def fingerprint(token_shard: Path, verifier: str, args) -> str:
@@ -88,7 +90,9 @@ class Shard:
                     f"({record['tokens']} states for {len(tokens)} tokens)"
                 )
             if record["offset"] != end:
-                raise ShardError(f"{self.path}: row {row} is at token {record['offset']}, not {end}")
+                raise ShardError(
+                    f"{self.path}: row {row} is at token {record['offset']}, not {end}"
+                )
             end += len(tokens)
             prompt = len(self.prompts.row(row))
             ids.append(tokens)
@@ -219,34 +223,39 @@ def main() -> None:
             stored.append(args.store / f"{fingerprint(path, identity, args)}.safetensors")
             if not stored[-1].exists() and stored[-1] not in [s.path for s in missing]:
                 missing.append(
-                    Shard(read_rows(path), stored[-1], number, len(args.layer_ids),
-                          config.hidden_size)
+                    Shard(
+                        read_rows(path), stored[-1], number, len(args.layer_ids), config.hidden_size
+                    )
                 )
         made = len(missing)
         timings = {"load_seconds": 0.0, "engine_seconds": 0.0}
         print(f"extract: {len(stored)} shards, {len(stored) - made} in the store, {made} to make")
         if missing:
+            _lock = hold_gpus(args.gpus)
             timings = run_engine(args, missing)
-        linked = [link_or_copy(*pair) for pair in zip(stored, args.out)]
+        linked = [link_or_copy(*pair) for pair in zip(stored, args.out, strict=True)]
     except (ShardError, ValueError) as error:
         sys.exit(f"extract: {error}")
     if not all(linked):
         print("extract: no hard links on this file system; the states were copied")
     rows = [read_rows(path) for path in args.out]
-    write_json(args.summary, {
-        "shards": len(stored),
-        "made": made,
-        "rows": sum(map(len, rows)),
-        "tokens": sum(len(r.input_ids) for r in rows),
-        "supervised_tokens": sum(int(r.loss_mask.sum()) for r in rows),
-        "bytes": sum(path.stat().st_size for path in args.out),
-        "header_bytes": HEADER_BYTES * len(rows),
-        "layer_ids": args.layer_ids,
-        "hidden_size": config.hidden_size,
-        "seconds": round(time.time() - started, 2),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        **{k: round(v, 2) for k, v in timings.items()},
-    })
+    write_json(
+        args.summary,
+        {
+            "shards": len(stored),
+            "made": made,
+            "rows": sum(map(len, rows)),
+            "tokens": sum(len(r.input_ids) for r in rows),
+            "supervised_tokens": sum(int(r.loss_mask.sum()) for r in rows),
+            "bytes": sum(path.stat().st_size for path in args.out),
+            "header_bytes": HEADER_BYTES * len(rows),
+            "layer_ids": args.layer_ids,
+            "hidden_size": config.hidden_size,
+            "seconds": round(time.time() - started, 2),
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            **{k: round(v, 2) for k, v in timings.items()},
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pandas as pd
-from eyrie.files import atomic
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from eyrie.files import atomic
 
 # What figures are drawn in. On the page each becomes a CSS variable of its name, which the
 # template sets once for light and once for dark.
@@ -163,9 +164,8 @@ def verdict(methods: list[dict]) -> dict:
         )
     for other in methods:
         if other["method"] == "ngram" and other["speedup"] >= speedup:
-            notes.append(
-                f"n-gram drafting, which needs no training, is {other['speedup']:.2f} times as fast."
-            )
+            times = f"{other['speedup']:.2f} times as fast"
+            notes.append(f"n-gram drafting, which needs no training, is {times}.")
     return {"sentence": sentence, "notes": notes, "draft": draft}
 
 
@@ -200,7 +200,7 @@ def by_category(measurements: pd.DataFrame) -> list[dict]:
 
 def plot_speed(methods: list[dict]) -> Markup:
     """Draw tokens/s of each method as a bar."""
-    figure, axes = canvas(2.6)
+    figure, axes = canvas(2.8)
     bars = axes.barh(
         [named(m) for m in methods],
         [m["tokens_per_s"] for m in methods],
@@ -219,7 +219,7 @@ def plot_speed(methods: list[dict]) -> Markup:
 
 def plot_positions(methods: list[dict], estimate: list[float]) -> Markup:
     """Draw how often each draft position was accepted when served, and the held-out estimate."""
-    figure, axes = canvas(2.6)
+    figure, axes = canvas(2.8)
     drafting = [m for m in methods if m["acceptance_per_position"]]
     series = [
         (
@@ -389,22 +389,23 @@ def stages(data: dict, checkpoint: Path) -> list[dict]:
     ]
 
 
-def serve_command(verifier: str, checkpoint: Path, draft_tokens: int) -> str:
+def serve_command(verifier: Path, checkpoint: Path, draft_tokens: int) -> str:
+    """Return the command for a shell, of two lines."""
     config = {
         "method": "eagle3",
         "model": str(checkpoint),
         "num_speculative_tokens": draft_tokens,
     }
     quoted = shlex.quote(json.dumps(config))
-    return f"vllm serve {shlex.quote(verifier)} --speculative-config {quoted}"
+    return f"vllm serve {shlex.quote(str(verifier))} \\\n  --speculative-config {quoted}"
 
 
-def render(template: Path, run: str, checkpoint: Path, data: dict) -> str:
+def render(template: Path, run: str, verifier: Path, checkpoint: Path, data: dict) -> str:
     """Return the page. `data` holds the loaded files by their option's name, and `manifest` and
     `metrics` of the checkpoint.
 
     Raises:
-        jinja2.UndefinedError: the template asks for something the files do not hold.
+        KeyError, TypeError, jinja2.UndefinedError: a file lacks something that the page shows.
     """
     environment = Environment(
         loader=FileSystemLoader(template.parent),
@@ -433,9 +434,7 @@ def render(template: Path, run: str, checkpoint: Path, data: dict) -> str:
         estimated=best["acceptance_length"],
         smoothing=smoothing(metrics[metrics["kind"] == "step"]),
         stages=stages(data, checkpoint),
-        serve=serve_command(
-            data["bench"]["verifier"], checkpoint, opening["draft"]["draft_tokens"]
-        ),
+        serve=serve_command(verifier, checkpoint, opening["draft"]["draft_tokens"]),
         plots={
             "speed": plot_speed(methods),
             "positions": plot_positions(methods, [best[f"full_acc_{n}"] for n in names]),
@@ -470,7 +469,9 @@ def main() -> None:
     data["metrics"] = pd.read_parquet(args.checkpoint / "metrics.parquet")
     data["measurements"] = pd.read_csv(args.measurements, converters={"category": str})
     data["identities"] = {path.stem: json.loads(path.read_text()) for path in args.identities}
-    page = render(args.template, args.run, args.checkpoint, data)
+    # A verifier's identity lies beside its folder, under the same name.
+    verifier = next(p for p in args.identities if p.stem == "verifier").with_suffix("")
+    page = render(args.template, args.run, verifier, args.checkpoint, data)
     with atomic(args.out) as partial:
         partial.write_text(page)
     print(f"report: {args.out}")

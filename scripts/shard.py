@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ijson
+from tqdm import tqdm
+
 from eyrie.chat import (
     Reject,
     answer_mask,
@@ -31,7 +33,6 @@ from eyrie.chat import (
 )
 from eyrie.files import atomic, log_line, write_json
 from eyrie.shards import Rows, write_tokens
-from tqdm import tqdm
 
 
 class DataError(Exception):
@@ -223,8 +224,10 @@ def main() -> None:
     account["seconds"] = round(time.time() - started, 2)
     account["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     write_json(args.out / "shards.json", account)
-    print(f"shard: {account['read']:,} read = {account['kept']:,} kept + "
-          f"{account['rejected']:,} rejected")
+    print(
+        f"shard: {account['read']:,} read = {account['kept']:,} kept + "
+        f"{account['rejected']:,} rejected"
+    )
 
 
 if __name__ == "__main__":

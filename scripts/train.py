@@ -19,21 +19,26 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from eyrie.draft import DraftShape, build_model, flat_config, flat_tensors, write_flat
-from eyrie.engine import resolve_dtype
-from eyrie.files import atomic, link_or_copy, log_line, sha256_file, write_json
-from eyrie.hidden import HiddenStates, split
-from eyrie.provenance import versions
-from eyrie.shards import ShardError
-from eyrie.verifier import load_verifier_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from speculators.models.eagle3.data import shift_batch
 from speculators.train.data import BaseDataset, CollateFn
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
+from speculators.train.optimizers import build_optimizers
 from speculators.train.trainer import Trainer, TrainerConfig
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+from transformers import get_scheduler
+
+from eyrie.draft import DraftShape, build_model, flat_config, flat_tensors, write_flat
+from eyrie.engine import resolve_dtype
+from eyrie.files import atomic, link_or_copy, log_line, sha256_file, write_json
+from eyrie.gpus import hold_gpus
+from eyrie.hidden import HiddenStates, split
+from eyrie.muon import Float32Muon
+from eyrie.provenance import versions
+from eyrie.shards import ShardError
+from eyrie.verifier import load_verifier_config
 
 
 class HiddenRows(BaseDataset):
@@ -65,7 +70,10 @@ def make_loader(dataset: HiddenRows, total_seq_len: int, hidden: int, aux: int, 
     """Batches of whole rows, up to `total_seq_len` tokens each, in an order that epoch and seed
     decide."""
     sampler = MultipackDistributedBatchSamplerV2(
-        batch_max_length=total_seq_len, lengths=dataset.approx_lengths, num_replicas=1, rank=0,
+        batch_max_length=total_seq_len,
+        lengths=dataset.approx_lengths,
+        num_replicas=1,
+        rank=0,
         seed=seed,
     )
     collate = CollateFn(
@@ -94,6 +102,22 @@ class DraftTrainer(Trainer):
             self.local_rank, self.device_type = torch.device("cpu"), "cpu"
         self.current_epoch = self.global_step = 0
         self._resume_local_step = 0
+
+    def setup_optimizer(self) -> None:
+        """As stock, but with a Muon that this device can compute, and before any resume."""
+        self.optimizers = build_optimizers(self.model, self.config)
+        if self.config.hidden_states_dtype == torch.float32:
+            self.optimizers = [
+                Float32Muon(o.param_groups, **o.defaults) if isinstance(o, torch.optim.Muon) else o
+                for o in self.optimizers
+            ]
+        total = self.config.num_epochs * len(self.train_loader)
+        warm_up = round(total * self.config.scheduler_warmup_ratio)
+        kind = "constant_with_warmup" if self.config.scheduler_type == "none" else None
+        self.schedulers = [
+            get_scheduler(kind or self.config.scheduler_type, optimizer, warm_up, total)
+            for optimizer in self.optimizers
+        ]
 
     def save_state(self, epoch: int, local_step: int) -> None:
         """Save everything that the next step depends on, atomically, as safetensors."""
@@ -139,7 +163,7 @@ class DraftTrainer(Trainer):
                     state.setdefault(int(parameter), {})[name] = value
             groups = progress["groups"][number]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
-        for scheduler, state in zip(self.schedulers, progress["schedulers"]):
+        for scheduler, state in zip(self.schedulers, progress["schedulers"], strict=True):
             scheduler.load_state_dict({**state, "lr_lambdas": [None]})
         self.current_epoch = progress["epoch"]
         self._resume_local_step = progress["local_step"]
@@ -158,8 +182,11 @@ class DraftTrainer(Trainer):
         done = self._prepare_resume_skip(epoch)
         batches = iter(self.train_loader)
         progress = tqdm(
-            total=self.config.num_epochs * steps, initial=self.global_step, unit=" steps",
-            desc=f"train epoch {epoch}", mininterval=5,
+            total=self.config.num_epochs * steps,
+            initial=self.global_step,
+            unit=" steps",
+            desc=f"train epoch {epoch}",
+            mininterval=5,
         )
         for local_step in range(done + 1, steps + 1):
             started = time.time()
@@ -178,12 +205,20 @@ class DraftTrainer(Trainer):
             self.global_step += 1
             tokens = int((batch["document_ids"] >= 0).sum())
             seconds = time.time() - started
-            self.history.append({
-                "kind": "step", "split": "train", "epoch": epoch, "step": self.global_step,
-                "lr": rate, "grad_norm": float(norm), "tokens": tokens,
-                "supervised_tokens": int(batch["loss_mask"].sum()),
-                "seconds": round(seconds, 4), **ratios(metrics),
-            })
+            self.history.append(
+                {
+                    "kind": "step",
+                    "split": "train",
+                    "epoch": epoch,
+                    "step": self.global_step,
+                    "lr": rate,
+                    "grad_norm": float(norm),
+                    "tokens": tokens,
+                    "supervised_tokens": int(batch["loss_mask"].sum()),
+                    "seconds": round(seconds, 4),
+                    **ratios(metrics),
+                }
+            )
             progress.update()
             progress.set_postfix_str(f"{tokens / seconds:,.0f} tokens/s, loss {loss.item():.3f}")
             if self.global_step % self.checkpoint_every == 0 or self.stop_signal:
@@ -209,10 +244,15 @@ class DraftTrainer(Trainer):
         for epoch in range(self.current_epoch, self.config.num_epochs):
             self.train_epoch(epoch)
             metrics = self.val_epoch(epoch)
-            self.history.append({
-                "kind": "epoch", "split": "held_out", "epoch": epoch, "step": self.global_step,
-                **metrics,
-            })
+            self.history.append(
+                {
+                    "kind": "epoch",
+                    "split": "held_out",
+                    "epoch": epoch,
+                    "step": self.global_step,
+                    **metrics,
+                }
+            )
             self.on_epoch(epoch, metrics)
             self.save_state(epoch + 1, 0)
 
@@ -249,9 +289,24 @@ def digest(args, shape: DraftShape, layer_ids: list[int]) -> str:
         "shape": asdict(shape),
         "layer_ids": layer_ids,
         "settings": {
-            k: v for k, v in sorted(vars(args).items())
-            if k in ("epochs", "optimizer", "lr", "muon_lr", "weight_decay", "ttt_steps", "ttt_decay",
-                     "total_seq_len", "warmup_ratio", "scheduler", "seed", "held_out", "dtype")
+            k: v
+            for k, v in sorted(vars(args).items())
+            if k
+            in (
+                "epochs",
+                "optimizer",
+                "lr",
+                "muon_lr",
+                "weight_decay",
+                "ttt_steps",
+                "ttt_decay",
+                "total_seq_len",
+                "warmup_ratio",
+                "scheduler",
+                "seed",
+                "held_out",
+                "dtype",
+            )
         },
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
@@ -268,7 +323,9 @@ def publish(args, state: Path, history: list[dict], manifest: dict) -> dict:
     best = max(epochs, key=lambda row: row["acceptance_length"])["epoch"]
     partial = args.out.with_name(args.out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    for folder, epoch in [(partial, best)] + [(partial / str(r["epoch"]), r["epoch"]) for r in epochs]:
+    for folder, epoch in [(partial, best)] + [
+        (partial / str(r["epoch"]), r["epoch"]) for r in epochs
+    ]:
         for name in ("config.json", "model.safetensors"):
             link_or_copy(state / "epochs" / str(epoch) / name, folder / name)
     pd.DataFrame(history).to_parquet(partial / "metrics.parquet")
@@ -324,10 +381,12 @@ def main() -> None:
 def train(args) -> None:
     import signal
 
-    from eyrie.draft_model import CPUEagle3DraftModel
     from speculators.models.eagle3.core import Eagle3DraftModel
 
+    from eyrie.draft_model import CPUEagle3DraftModel
+
     started = time.time()
+    _lock = hold_gpus(args.gpus)
     shape = DraftShape(**{f.name: getattr(args, f.name) for f in fields(DraftShape)})
     verifier = load_verifier_config(args.verifier, args.trust_remote_code)
     verifier.extraction_ids(args.layer_ids)
@@ -339,8 +398,13 @@ def train(args) -> None:
     states = HiddenStates(args.hidden)
     training, held_out = split(states.rows, args.held_out)
     loaders = [
-        make_loader(HiddenRows(states, rows, args.total_seq_len), args.total_seq_len,
-                    verifier.hidden_size, len(args.layer_ids), args.seed)
+        make_loader(
+            HiddenRows(states, rows, args.total_seq_len),
+            args.total_seq_len,
+            verifier.hidden_size,
+            len(args.layer_ids),
+            args.seed,
+        )
         for rows in (training, held_out)
     ]
     if not len(loaders[0]):
@@ -349,8 +413,17 @@ def train(args) -> None:
     torch.manual_seed(args.seed)
     cpu = not torch.cuda.is_available()
     cls = CPUEagle3DraftModel if cpu and shape.num_hidden_layers == 1 else Eagle3DraftModel
-    model = build_model(cls, shape, verifier, args.verifier, args.layer_ids, args.ttt_steps, size,
-                        vocab["d2t"], vocab["t2d"]).float()
+    model = build_model(
+        cls,
+        shape,
+        verifier,
+        args.verifier,
+        args.layer_ids,
+        args.ttt_steps,
+        size,
+        vocab["d2t"],
+        vocab["t2d"],
+    ).float()
     call = {"ttt_steps": args.ttt_steps, "ttt_step_loss_decay": args.ttt_decay}
     config = flat_config(shape, verifier, args.layer_ids, size)
 
@@ -358,20 +431,32 @@ def train(args) -> None:
         write_flat(state / "epochs" / str(epoch), config, flat_tensors(model))
         log_line(args.log, epoch=epoch, step=trainer.global_step, **metrics)
         accuracy = ", ".join(f"{v:.3f}" for k, v in metrics.items() if k.startswith("full_acc"))
-        print(f"train: epoch {epoch}, held out: loss {metrics['loss']:.3f}, accuracy {accuracy}, "
-              f"acceptance length {metrics['acceptance_length']:.3f}", flush=True)
+        print(
+            f"train: epoch {epoch}, held out: loss {metrics['loss']:.3f}, accuracy {accuracy}, "
+            f"acceptance length {metrics['acceptance_length']:.3f}",
+            flush=True,
+        )
 
     trainer = DraftTrainer(
         model,
         TrainerConfig(
-            lr=args.lr, num_epochs=args.epochs, save_path=str(state / "unused"),
-            train_call_kwargs=call, val_call_kwargs=call, optimizer=args.optimizer,
-            weight_decay=args.weight_decay, muon_lr=args.muon_lr,
-            muon_weight_decay=args.weight_decay, scheduler_type=args.scheduler,
-            scheduler_warmup_ratio=args.warmup_ratio, hidden_states_dtype=getattr(torch, args.dtype),
+            lr=args.lr,
+            num_epochs=args.epochs,
+            save_path=str(state / "unused"),
+            train_call_kwargs=call,
+            val_call_kwargs=call,
+            optimizer=args.optimizer,
+            weight_decay=args.weight_decay,
+            muon_lr=args.muon_lr,
+            muon_weight_decay=args.weight_decay,
+            scheduler_type=args.scheduler,
+            scheduler_warmup_ratio=args.warmup_ratio,
+            hidden_states_dtype=getattr(torch, args.dtype),
         ),
         *loaders,
-        state=state, checkpoint_every=args.checkpoint_every, on_epoch=on_epoch,
+        state=state,
+        checkpoint_every=args.checkpoint_every,
+        on_epoch=on_epoch,
     )
 
     def stop(number, _frame) -> None:
@@ -381,17 +466,22 @@ def train(args) -> None:
     signal.signal(signal.SIGINT, stop)
     trainer.run()
     identity = json.loads(args.identity.read_text())
-    manifest = publish(args, state, trainer.history, {
-        "verifier": {k: identity[k] for k in ("source", "files")},
-        "data": [_metadata(path)["fingerprint"] for path in args.hidden],
-        "rows": {"training": len(training), "held_out": len(held_out)},
-        "config": {k: v for k, v in vars(args).items() if not isinstance(v, (Path, list))}
-        | {"layer_ids": args.layer_ids, "draft_vocab_size": size},
-        "versions": versions(),
-        "seconds": round(sum(r.get("seconds", 0) for r in trainer.history), 2),
-        "wall_seconds": round(time.time() - started, 2),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    })
+    manifest = publish(
+        args,
+        state,
+        trainer.history,
+        {
+            "verifier": {k: identity[k] for k in ("source", "files")},
+            "data": [_metadata(path)["fingerprint"] for path in args.hidden],
+            "rows": {"training": len(training), "held_out": len(held_out)},
+            "config": {k: v for k, v in vars(args).items() if not isinstance(v, (Path, list))}
+            | {"layer_ids": args.layer_ids, "draft_vocab_size": size},
+            "versions": versions(),
+            "seconds": round(sum(r.get("seconds", 0) for r in trainer.history), 2),
+            "wall_seconds": round(time.time() - started, 2),
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        },
+    )
     print(f"train: chose epoch {manifest['chosen_epoch']}; {args.out}")
 
 

@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+
 from eyrie.chat import load_tokenizer
 from eyrie.files import atomic, log_line, write_json
 from eyrie.hidden import split
 from eyrie.shards import ShardError, read_rows
 from eyrie.verifier import load_verifier_config
-from safetensors.torch import save_file
 
 
 def choose(counts: torch.Tensor, always: list[int], size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
-import tiny  # noqa: E402
+import tiny
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = "the owl sees a mouse run over grass and waits high on its branch until night falls".split()
+TALE = "the owl sees a mouse run over grass and waits high on its branch until night falls"
+WORDS = TALE.split(" ")
 
 
 def sentence(number: int, length: int = 6) -> str:
@@ -30,7 +31,9 @@ def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     special = [AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<|pad|>")]
     tokenizer.add_special_tokens(special)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>",
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        bos_token="<|im_start|>",
         pad_token="<|pad|>",
     )
     fast.chat_template = template
@@ -42,10 +45,18 @@ def make_verifier(folder: Path, template: str | None = CHATML) -> Path:
     wrong layer id to show."""
     tokenizer = make_tokenizer(template)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
-        tie_word_embeddings=False, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, initializer_range=0.125,
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.125,
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)

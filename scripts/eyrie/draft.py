@@ -154,7 +154,8 @@ def build_model(
     t2d: torch.Tensor,
 ):
     """A speculators draft model of class `cls` with the verifier's embeddings, head and norm."""
-    from speculators.config import SpeculatorsConfig, VerifierConfig as SpeculatorsVerifier
+    from speculators.config import SpeculatorsConfig
+    from speculators.config import VerifierConfig as SpeculatorsVerifier
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig

@@ -11,6 +11,8 @@ wants. On a CPU most of it is waste, and three facts remove it without changing 
   its input alone, which is at hand while the logits are.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from speculators.models.eagle3.core import Eagle3DraftModel
@@ -21,11 +23,12 @@ CHUNK = 1024
 
 
 class FrozenHeadKL(torch.autograd.Function):
-    """Sum over positions of KL(target || softmax(hidden @ head.T)), head being constant."""
+    """Sum over positions of -sum(target * log softmax(hidden @ head.T)), head being constant: the
+    KL divergence from the target but for the target's entropy, which no weight changes."""
 
     @staticmethod
-    def forward(ctx, hidden, head, target):
-        """hidden [n, H]; head [V, H]; target [n, V] probabilities.
+    def forward(ctx, hidden, head, target, target_ids):
+        """hidden [n, H]; head [V, H]; target [n, V] probabilities; target_ids [n], their argmax.
 
         Returns the sum (scalar, fp32) and, for accuracy, whether each position's most likely
         token is the target's, bool [n].
@@ -33,16 +36,14 @@ class FrozenHeadKL(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         gradient = torch.empty_like(hidden, dtype=torch.float32)
         correct = torch.empty(len(hidden), dtype=torch.bool)
-        for part in torch.arange(len(hidden)).split(CHUNK):
-            part = slice(int(part[0]), int(part[-1]) + 1)
+        for start in range(0, len(hidden), CHUNK):
+            part = slice(start, start + CHUNK)
             logits = (hidden[part] @ head.T).float()
-            expected = target[part].float()
+            expected = target[part]
             log_z = logits.logsumexp(-1, keepdim=True)
-            correct[part] = logits.argmax(-1) == expected.argmax(-1)
-            # sum t log t - sum t log q, with 0 log 0 = 0
-            total += torch.special.xlogy(expected, expected).sum()
-            total -= (expected * (logits - log_z)).sum()
-            difference = (logits - log_z).exp_().sub_(expected)
+            correct[part] = logits.argmax(-1) == target_ids[part]
+            total += log_z.sum() - torch.dot(expected.flatten(), logits.flatten())
+            difference = logits.sub_(log_z).exp_().sub_(expected)
             gradient[part] = (difference.to(head.dtype) @ head).float()
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(correct)
@@ -51,14 +52,14 @@ class FrozenHeadKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total, _grad_correct):
         (gradient,) = ctx.saved_tensors
-        return grad_total * gradient, None, None
+        return grad_total * gradient, None, None, None
 
 
 def row_bounds(document_ids: torch.Tensor) -> list[tuple[int, int]]:
     """[n] document ids, ascending -> (start, end) of each row."""
     edges = (document_ids.diff() != 0).nonzero().flatten() + 1
     edges = [0, *edges.tolist(), len(document_ids)]
-    return list(zip(edges, edges[1:]))
+    return list(itertools.pairwise(edges))
 
 
 class RowAttention:
@@ -76,8 +77,10 @@ class RowAttention:
                 self.rows.append((start, end, first, last, causal))
 
     def __call__(self, query, keys, values, scaling):
-        """query [heads, n, d]; keys and values, step by step, [kv_heads, T or n, d] -> [n, heads*d].
-        The first are of every position of the pack, the others of the active positions."""
+        """query [heads, n, d]; keys and values, step by step, [kv_heads, T or n, d] -> [n, H].
+
+        The first of them are of every position of the pack, the others of the active ones.
+        """
         heads, count, dim = query.shape
         kv_heads = keys[0].shape[0]
         grouped = query.view(kv_heads, heads // kv_heads, count, dim)
@@ -129,6 +132,9 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
             target = F.softmax(
                 self.verifier_lm_head(self.verifier_norm(last)), -1, dtype=torch.float32
             )
+            target_ids = target.argmax(-1)
+            # -sum t log t of each target, with 0 log 0 = 0
+            entropy = -torch.special.xlogy(target, target).sum(-1)
         target_row = supervised.cumsum(0) - 1
 
         hidden = hidden_states[0, :length].to(dtype)
@@ -136,7 +142,7 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
             hidden = self.input_norm(hidden)
         if self.fc_norm is not None:
             chunks = hidden.chunk(len(self.fc_norm), -1)
-            hidden = torch.cat([norm(c) for norm, c in zip(self.fc_norm, chunks)], -1)
+            hidden = torch.cat([norm(c) for norm, c in zip(self.fc_norm, chunks, strict=True)], -1)
         hidden = self.fc(hidden)
 
         drafting = supervised[active]
@@ -175,9 +181,14 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
             drafted = ahead[active + step]
             rows = target_row[(active + step).clamp(max=length - 1)[drafted]]
             count = len(rows)
-            total, correct = FrozenHeadKL.apply(
-                output[drafted].to(self.lm_head.weight.dtype), self.lm_head.weight, target[rows]
+            # Nearly always every target, in order: then a view, not a copy.
+            wanted = (
+                (target, target_ids) if count == len(target) else (target[rows], target_ids[rows])
             )
+            total, correct = FrozenHeadKL.apply(
+                output[drafted].to(self.lm_head.weight.dtype), self.lm_head.weight, *wanted
+            )
+            total = total - entropy[rows].sum()
             # As stock: the mean over supervised positions, and their sum over steps.
             step_loss = total / (count + 1e-5) * ttt_step_loss_decay**step
             loss = loss + step_loss

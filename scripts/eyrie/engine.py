@@ -85,7 +85,10 @@ def extraction_arguments(layer_ids: list[int], gpus: int) -> dict:
         },
     }
     if not gpus:
-        arguments |= {"scheduler_cls": "eyrie.scheduler.NoDraftScheduler", "async_scheduling": False}
+        arguments |= {
+            "scheduler_cls": "eyrie.scheduler.NoDraftScheduler",
+            "async_scheduling": False,
+        }
     return arguments
 
 

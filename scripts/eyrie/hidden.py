@@ -31,7 +31,7 @@ def split(shards: list[Rows], fraction: float) -> tuple[list, list]:
     if all(held_out):
         held_out[0] = False
     sides = ([], [])
-    for (_, shard, index), out in zip(rows, held_out):
+    for (_, shard, index), out in zip(rows, held_out, strict=True):
         sides[out].append((shard, index))
     return sides
 

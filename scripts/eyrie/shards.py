@@ -10,6 +10,7 @@ Nothing is padded. The header's metadata says what made the file. A hidden shard
 by `HiddenShardWriter` while the engine runs, each state once; the header comes last.
 """
 
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -119,8 +120,10 @@ def read_rows(path: str | Path) -> Rows:
     except Exception as error:  # safetensors raises its own SafetensorError, OSError, KeyError
         raise ShardError(f"{path}: cannot be read as a shard ({error})") from error
     if int(rows.row_offsets[-1]) != len(rows.input_ids):
-        raise ShardError(f"{path}: row offsets end at {int(rows.row_offsets[-1])}, not at "
-                         f"the number of tokens, {len(rows.input_ids)}")
+        raise ShardError(
+            f"{path}: row offsets end at {int(rows.row_offsets[-1])}, not at "
+            f"the number of tokens, {len(rows.input_ids)}"
+        )
     return rows
 
 
@@ -190,11 +193,11 @@ def check_hidden(path: str | Path, rows: Rows, layers: int, hidden: int) -> list
                 f"{path}: hidden_states are {states.get_shape()}, "
                 f"expected {[len(rows.input_ids), layers, hidden]}"
             )
-        for index, (start, length) in enumerate(zip(rows.row_offsets.tolist(), rows.lengths)):
-            row = states[start : start + length].float()
+        for index, (start, end) in enumerate(itertools.pairwise(rows.row_offsets.tolist())):
+            row = states[start:end].float()
             if not row.isfinite().all():
                 raise ShardError(f"{path}: row {index} holds NaN or infinite states")
-            if length > 1 and (row.std(dim=0).amax(dim=-1) == 0).any():
+            if end - start > 1 and (row.std(dim=0).amax(dim=-1) == 0).any():
                 raise ShardError(f"{path}: row {index} holds the same state at every token")
             sums += row.norm(dim=-1).sum(dim=0)
     return (sums / len(rows.input_ids)).tolist()

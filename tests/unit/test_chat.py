@@ -1,5 +1,6 @@
 import pytest
 import tiny
+
 from eyrie.chat import (
     Reject,
     answer_mask,
@@ -14,7 +15,9 @@ OK = {"from": "human", "value": "hi"}
 
 def test_layouts_give_the_same_conversation():
     share = {"conversations": [OK, {"from": "gpt", "value": "yes"}]}
-    openai = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    openai = {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    }
     assert messages_of(share) == messages_of(openai)
     assert conversation_id(messages_of(share)) == conversation_id(messages_of(openai))
 
@@ -51,7 +54,7 @@ def test_mask_is_the_answers_and_their_end_of_turn():
         {"role": "assistant", "content": "the owl"},
     ]
     ids, mask = answer_mask(tokenizer, messages)
-    written = tokenizer.decode([i for i, m in zip(ids, mask) if m])
+    written = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
     assert written == "sees a mouse<|im_end|>the owl<|im_end|>"
     assert ids[: len(prompt_ids(tokenizer, messages[:1]))] == prompt_ids(tokenizer, messages[:1])
 

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from eyrie.config import ConfigError, load_config
 
 ROOT = Path(__file__).parents[2]

@@ -2,21 +2,29 @@
 
 import pytest
 import torch
+from speculators.losses import resolve_loss_config
+from speculators.models.eagle3.core import Eagle3DraftModel
+
 from eyrie.draft import DraftShape, build_model, expected_tensors, flat_config, flat_tensors
 from eyrie.draft_model import CPUEagle3DraftModel
 from eyrie.verifier import load_verifier_config
-from speculators.losses import resolve_loss_config
-from speculators.models.eagle3.core import Eagle3DraftModel
 
 IDS = [1, 2, 3]
 
 
 def shape(**changes) -> DraftShape:
     values = {
-        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "intermediate_size": 96, "rope_theta": 10000.0,
-        "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "norm_before_residual": False,
-        "norm_before_fc": False, "norm_output": False,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "norm_output": False,
     }
     return DraftShape(**values | changes)
 
@@ -27,8 +35,9 @@ def model_of(cls, inputs, draft_shape, size=200):
     t2d = torch.zeros(verifier.vocab_size, dtype=torch.bool)
     t2d[ids] = True
     torch.manual_seed(1)
-    model = build_model(cls, draft_shape, verifier, inputs / "verifier", IDS, 3, size,
-                        ids - torch.arange(size), t2d)
+    model = build_model(
+        cls, draft_shape, verifier, inputs / "verifier", IDS, 3, size, ids - torch.arange(size), t2d
+    )
     return model.float()
 
 
@@ -67,7 +76,9 @@ def test_losses_gradients_and_accuracies_equal_the_stock_step(inputs, changes):
     for cls in (Eagle3DraftModel, CPUEagle3DraftModel):
         model = model_of(cls, inputs, shape(**changes))
         _, loss, metrics = model(
-            **batch(), ttt_steps=3, ttt_step_loss_decay=0.8,
+            **batch(),
+            ttt_steps=3,
+            ttt_step_loss_decay=0.8,
             loss_config=resolve_loss_config("kl_div", "eager"),
         )
         loss.backward()

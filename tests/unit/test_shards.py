@@ -2,6 +2,9 @@ import os
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
 from eyrie.files import atomic, link_or_copy
 from eyrie.shards import (
     HiddenShardWriter,
@@ -11,8 +14,6 @@ from eyrie.shards import (
     read_rows,
     write_tokens,
 )
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 
 def rows_of(lengths: list[int]) -> Rows:
@@ -57,7 +58,9 @@ def test_hidden_shard_is_safetensors_whatever_the_order_of_its_rows(tmp_path):
         assert torch.equal(file.get_slice("hidden_states")[3:8], states[3:8])
 
 
-@pytest.mark.parametrize("value, word", [(float("nan"), "NaN"), (float("inf"), "NaN"), (0.0, "same")])
+@pytest.mark.parametrize(
+    "value, word", [(float("nan"), "NaN"), (float("inf"), "NaN"), (0.0, "same")]
+)
 def test_unusable_states_are_named(tmp_path, value, word):
     rows = rows_of([3, 5])
     states = torch.randn(8, 2, 4).bfloat16()

@@ -21,8 +21,14 @@ REPORT = "results/tiny/report_tiny.html"
 def snakemake(cwd: Path, *arguments: str, ok: bool = True, repo: Path = ROOT) -> str:
     """Run Snakemake on the tiny job in `cwd`; returns all that it printed."""
     command = [
-        str(Path(sys.executable).with_name("snakemake")), "-s", str(repo / "Snakefile"),
-        "--configfile", str(repo / "configs/tiny.yaml"), "-j", "2", *arguments,
+        str(Path(sys.executable).with_name("snakemake")),
+        "-s",
+        str(repo / "Snakefile"),
+        "--configfile",
+        str(repo / "configs/tiny.yaml"),
+        "-j",
+        "2",
+        *arguments,
     ]
     done = subprocess.run(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
@@ -59,8 +65,9 @@ def test_the_account_adds_up(job):
 
 def test_states_are_the_verifiers(job):
     """Each stored layer against transformers' own forward; a layer off by one must fail."""
-    from eyrie.hidden import HiddenStates
     from transformers import AutoModelForCausalLM
+
+    from eyrie.hidden import HiddenStates
 
     model = AutoModelForCausalLM.from_pretrained(job / "inputs/verifier", dtype=torch.float32)
     paths = sorted((job / "results/tiny/data/tiny/hidden").glob("*.safetensors"))
@@ -123,7 +130,9 @@ def test_drafting_changes_no_output(job):
         assert (rows[rows.method == method["method"]].new_tokens.sum()) == method["new_tokens"]
     eagle = bench["methods"][2]
     assert eagle["drafts"] > 0
-    assert eagle["acceptance_length"] == pytest.approx(1 + eagle["accepted"] / eagle["drafts"], abs=1e-4)
+    assert eagle["acceptance_length"] == pytest.approx(
+        1 + eagle["accepted"] / eagle["drafts"], abs=1e-4
+    )
     assert sum(eagle["acceptance_per_position"]) == pytest.approx(
         eagle["acceptance_length"] - 1, abs=1e-3
     )
@@ -153,7 +162,10 @@ def test_an_edit_reruns_what_uses_it(job, tmp_path):
     assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == {"bench", "report"}
     assert jobs_of(snakemake(job, "-n", REPORT, "--config", "extract={max_num_seqs: 4}")) == set()
     assert jobs_of(snakemake(job, "-n", REPORT, "--config", "train={lr: 0.5}")) == {
-        "train", "check", "bench", "report",
+        "train",
+        "check",
+        "bench",
+        "report",
     }
 
 
@@ -226,9 +238,22 @@ def test_bad_input_stops_before_the_engine(inputs, tmp_path, config, message):
 )
 def test_dry_runs_need_nothing_but_the_config(tmp_path, config, target):
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("snakemake")), "-n", "-j", "8", "-s",
-         str(ROOT / "Snakefile"), "--configfile", str(ROOT / config), "--", target],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
+        [
+            str(Path(sys.executable).with_name("snakemake")),
+            "-n",
+            "-j",
+            "8",
+            "-s",
+            str(ROOT / "Snakefile"),
+            "--configfile",
+            str(ROOT / config),
+            "--",
+            target,
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"train", "vocab", "fetch_verifier"} <= jobs_of(done.stdout + done.stderr)
