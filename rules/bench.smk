@@ -10,6 +10,12 @@ rule bench:
         measurements=f"{R}/bench_{{run}}.csv",
     log:
         f"{R}/logs/bench_{{run}}.jsonl",
+    conda:
+        ENV
+    threads: workflow.cores
+    resources:
+        gpu=C.bench.gpus,
+        runtime=C.bench.runtime,
     params:
         prompts_name=C.prompts.name,
         prompts=C.bench.prompts,
@@ -24,12 +30,6 @@ rule bench:
         max_num_seqs=C.bench.max_num_seqs,
         max_num_batched_tokens=C.bench.max_num_batched_tokens,
         code=code_hash("bench"),
-    threads: workflow.cores
-    resources:
-        gpu=C.bench.gpus,
-        runtime=C.bench.runtime,
-    conda:
-        ENV
     shell:
         """
         python "$SCRIPTS/bench.py" \

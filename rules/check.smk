@@ -6,13 +6,13 @@ rule check:
         f"{R}/check_{{run}}.json",
     log:
         f"{R}/logs/check_{{run}}.jsonl",
+    conda:
+        ENV
+    resources:
+        runtime=20,
     params:
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         code=code_hash("check"),
-    resources:
-        runtime=20,
-    conda:
-        ENV
     shell:
         """
         python "$SCRIPTS/check.py" {input.checkpoint:q} \

@@ -31,7 +31,9 @@ ENV = "../envs/cuda.yaml" if C.extract.gpus or C.train.gpus else "../envs/cpu.ya
 # A limit set here survives `--resources other=1`, which replaces a profile's limits: without
 # one, Snakemake ignores the resource and two GPU jobs overlap. A cluster has its own queue.
 if "gpu" not in workflow.global_resources and not workflow.remote_exec:
-    workflow.global_resources["gpu"] = Resource("gpu", max(C.extract.gpus, C.train.gpus, C.bench.gpus, 1))
+    workflow.global_resources["gpu"] = Resource(
+        "gpu", max(C.extract.gpus, C.train.gpus, C.bench.gpus, 1)
+    )
 
 
 wildcard_constraints:

@@ -13,15 +13,8 @@ for data in C.data:
             summary=f"{R}/data/{data}/hidden.json",
         log:
             f"{R}/logs/extract_{data}.jsonl",
-        params:
-            store=f"{R}/.state/store",
-            layer_ids=C.extract.layer_ids,
-            answers=C.shard.answers,
-            max_new_tokens=C.shard.max_new_tokens,
-            max_model_len=C.extract.max_model_len,
-            dtype=C.verifier.dtype,
-            trust=flag("trust-remote-code", C.verifier.trust_remote_code),
-            code=code_hash("extract"),
+        conda:
+            ENV
         threads: workflow.cores
         resources:
             gpu=C.extract.gpus,
@@ -31,8 +24,15 @@ for data in C.data:
             kv_cache_gib=C.extract.kv_cache_gib,
             max_num_seqs=C.extract.max_num_seqs,
             max_num_batched_tokens=C.extract.max_num_batched_tokens,
-        conda:
-            ENV
+        params:
+            store=f"{R}/.state/store",
+            layer_ids=C.extract.layer_ids,
+            answers=C.shard.answers,
+            max_new_tokens=C.shard.max_new_tokens,
+            max_model_len=C.extract.max_model_len,
+            dtype=C.verifier.dtype,
+            trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+            code=code_hash("extract"),
         shell:
             """
             python "$SCRIPTS/extract.py" \

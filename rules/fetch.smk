@@ -4,13 +4,13 @@ rule fetch_verifier:
         identity=f"{R}/verifier.json",
     log:
         f"{R}/logs/fetch_verifier.jsonl",
+    conda:
+        ENV
+    resources:
+        runtime=120,
     params:
         source=source_options(C.verifier),
         code=code_hash("fetch"),
-    resources:
-        runtime=120,
-    conda:
-        ENV
     shell:
         """
         python "$SCRIPTS/fetch.py" \
@@ -28,13 +28,13 @@ rule fetch_conversations:
         identity=f"{R}/conversations.json",
     log:
         f"{R}/logs/fetch_conversations.jsonl",
+    conda:
+        ENV
+    resources:
+        runtime=60,
     params:
         source=source_options(C.conversations),
         code=code_hash("fetch"),
-    resources:
-        runtime=60,
-    conda:
-        ENV
     shell:
         """
         python "$SCRIPTS/fetch.py" \
@@ -52,13 +52,13 @@ rule fetch_prompts:
         identity=f"{R}/prompts.json",
     log:
         f"{R}/logs/fetch_prompts.jsonl",
+    conda:
+        ENV
+    resources:
+        runtime=60,
     params:
         source=source_options(C.prompts),
         code=code_hash("fetch"),
-    resources:
-        runtime=60,
-    conda:
-        ENV
     shell:
         """
         python "$SCRIPTS/fetch.py" \

@@ -13,12 +13,12 @@ rule report:
         f"{R}/report_{{run}}.html",
     log:
         f"{R}/logs/report_{{run}}.jsonl",
-    params:
-        code=code_hash("report"),
-    resources:
-        runtime=5,
     conda:
         ENV
+    resources:
+        runtime=5,
+    params:
+        code=code_hash("report"),
     shell:
         """
         python "$SCRIPTS/report.py" \

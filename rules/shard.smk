@@ -14,6 +14,10 @@ for data in C.data:
             rejects=f"{R}/data/{data}/rejects.jsonl",
         log:
             f"{R}/logs/shard_{data}.jsonl",
+        conda:
+            ENV
+        resources:
+            runtime=30,
         params:
             folder=subpath(output.account, parent=True),
             source=C.conversations.source,
@@ -25,10 +29,6 @@ for data in C.data:
             answers=C.shard.answers,
             trust=flag("trust-remote-code", C.verifier.trust_remote_code),
             code=code_hash("shard"),
-        resources:
-            runtime=30,
-        conda:
-            ENV
         shell:
             """
             python "$SCRIPTS/shard.py" \

@@ -8,6 +8,13 @@ rule train:
         directory(f"{R}/ckpt_{{run}}"),
     log:
         f"{R}/logs/train_{{run}}.jsonl",
+    conda:
+        ENV
+    threads: workflow.cores
+    resources:
+        gpu=C.train.gpus,
+        runtime=C.train.runtime,
+        checkpoint_every=C.train.checkpoint_every,
     params:
         state=lambda wildcards: f"{R}/.state/train/{wildcards.run}",
         layer_ids=C.extract.layer_ids,
@@ -39,13 +46,6 @@ rule train:
         seed=C.train.seed,
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         code=code_hash("train"),
-    threads: workflow.cores
-    resources:
-        gpu=C.train.gpus,
-        runtime=C.train.runtime,
-        checkpoint_every=C.train.checkpoint_every,
-    conda:
-        ENV
     shell:
         """
         python "$SCRIPTS/train.py" \

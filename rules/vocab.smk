@@ -7,16 +7,16 @@ rule vocab:
         summary=f"{R}/vocab_{{run}}.json",
     log:
         f"{R}/logs/vocab_{{run}}.jsonl",
+    conda:
+        ENV
+    resources:
+        runtime=20,
     params:
         size=C.vocab.draft_vocab_size,
         min_coverage=C.vocab.min_coverage,
         held_out=C.train.held_out,
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         code=code_hash("vocab"),
-    resources:
-        runtime=20,
-    conda:
-        ENV
     shell:
         """
         python "$SCRIPTS/vocab.py" \
