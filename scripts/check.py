@@ -20,7 +20,6 @@ from eyrie.draft import expected_tensors
 from eyrie.files import log_line, write_json
 from eyrie.verifier import VerifierConfig, load_tensor, load_verifier_config
 
-
 COUNTS = (
     "draft_vocab_size",
     "num_hidden_layers",
