@@ -18,7 +18,7 @@ rule bench:
         runtime=C.bench.runtime,
     params:
         prompts_name=C.prompts.name,
-        prompts=C.bench.prompts,
+        prompts=lambda wildcards: C.runs[wildcards.run].prompts or C.bench.prompts,
         max_new_tokens=C.bench.max_new_tokens,
         draft_tokens=C.bench.draft_tokens,
         dtype=C.verifier.dtype,

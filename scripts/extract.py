@@ -178,7 +178,8 @@ def run_engine(args, missing: list[Shard]) -> dict:
                 shard.answered(row, output, answers)
                 tokens += len(shard.tokens[row])
                 progress.update()
-                progress.set_postfix_str(f"{tokens / (time.time() - loaded):,.0f} tokens/s")
+                rate = f"{tokens / (time.time() - loaded):,.0f} tokens/s"
+                progress.set_postfix_str(rate, refresh=False)
         close_finished(answered_in_full())
     # The states of the last rows are handed over by the step after their last token.
     deadline = time.time() + 60

@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from eyrie.files import atomic
+from eyrie.files import atomic, log_line
 
 # What figures are drawn in. On the page each becomes a CSS variable of its name, which the
 # template sets once for light and once for dark.
@@ -459,6 +459,7 @@ def main() -> None:
     parser.add_argument("--measurements", type=Path, required=True, help="bench_RUN.csv")
     parser.add_argument("--identities", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
 
     data = {
@@ -474,6 +475,7 @@ def main() -> None:
     page = render(args.template, args.run, verifier, args.checkpoint, data)
     with atomic(args.out) as partial:
         partial.write_text(page)
+    log_line(args.log, report=str(args.out), bytes=args.out.stat().st_size)
     print(f"report: {args.out}")
 
 

@@ -220,7 +220,8 @@ class DraftTrainer(Trainer):
                 }
             )
             progress.update()
-            progress.set_postfix_str(f"{tokens / seconds:,.0f} tokens/s, loss {loss.item():.3f}")
+            rate = f"{tokens / seconds:,.0f} tokens/s, loss {loss.item():.3f}"
+            progress.set_postfix_str(rate, refresh=False)
             if self.global_step % self.checkpoint_every == 0 or self.stop_signal:
                 self.save_state(epoch, local_step)
                 if self.stop_signal:

@@ -108,6 +108,7 @@ class Bench(Engine):
 
 class Run(Block):
     data: str
+    prompts: Positive | None = None
 
 
 class Config(Block):

@@ -15,7 +15,9 @@ def prepare(gpus: int, kv_cache_gib: float) -> None:
     it, and the process is started again with Intel's OpenMP preloaded, as vLLM asks for:
     speculative decoding is slow with the compiler's own.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # vLLM warns of what every engine here chooses on purpose; its errors are told.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # The connector is imported by name, in the engine's worker processes too.
     scripts = str(Path(__file__).resolve().parents[1])
@@ -28,7 +30,9 @@ def prepare(gpus: int, kv_cache_gib: float) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if openmp.exists() and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
+    # LD_PRELOAD is split at blanks and colons, so it cannot name a path that holds one.
+    nameable = openmp.exists() and not set(" :") & set(str(openmp))
+    if nameable and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
         os.environ["LD_PRELOAD"] = f"{openmp} {os.environ.get('LD_PRELOAD', '')}".strip()
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
@@ -54,6 +58,8 @@ def engine_arguments(args) -> dict:
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "seed": 0,
+        # The engine is given tokens and asked for tokens.
+        "skip_tokenizer_init": True,
         "generation_config": "vllm",
     }
     if args.gpus:

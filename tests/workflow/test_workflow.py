@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -193,6 +194,65 @@ def test_a_killed_extraction_makes_only_what_is_missing(job):
     assert [json.loads(line)["shard"] for line in log] == [0, 1, 2, 1]
 
 
+def train(job: Path, out: Path) -> list[str]:
+    """scripts/train.py by hand on the job's states, with a state of its own."""
+    tree = job / "results/tiny"
+    options = {
+        "vocab": tree / "vocab_tiny.safetensors",
+        "verifier": tree / "verifier",
+        "identity": tree / "verifier.json",
+        "state": out / "state",
+        "out": out / "ckpt",
+        "num-hidden-layers": 1,
+        "num-attention-heads": 4,
+        "num-key-value-heads": 2,
+        "head-dim": 32,
+        "intermediate-size": 128,
+        "rope-theta": 10000.0,
+        "max-position-embeddings": 512,
+        "rms-norm-eps": 1e-5,
+        "epochs": 3,
+        "optimizer": "muon",
+        "lr": 0.005,
+        "muon-lr": 0.01,
+        "weight-decay": 0.01,
+        "scheduler": "cosine",
+        "warmup-ratio": 0.1,
+        "ttt-steps": 3,
+        "ttt-decay": 1.0,
+        "total-seq-len": 64,
+        "held-out": 0.2,
+        "seed": 0,
+        "checkpoint-every": 2,
+    }
+    command = [sys.executable, str(ROOT / "scripts/train.py"), "--layer-ids", "1", "2", "3"]
+    command += ["--hidden", *map(str, sorted((tree / "data/tiny/hidden").glob("*.safetensors")))]
+    return command + [str(part) for name, value in options.items() for part in ("--" + name, value)]
+
+
+def test_training_stopped_and_killed_ends_with_the_same_weights(job, tmp_path):
+    subprocess.run(train(job, tmp_path / "whole"), check=True)
+    interrupted = train(job, tmp_path / "cut")
+    state = tmp_path / "cut/state"
+    for kill in (signal.SIGTERM, signal.SIGKILL):
+        process = subprocess.Popen(interrupted, stdout=subprocess.PIPE, text=True)
+        before = {p: p.stat().st_mtime_ns for p in state.rglob("state.safetensors")}
+        while {p: p.stat().st_mtime_ns for p in state.rglob("state.safetensors")} == before:
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.02)
+        process.send_signal(kill)
+        process.communicate()
+        assert process.returncode != 0
+        assert not (tmp_path / "cut/ckpt").exists()
+    done = subprocess.run(interrupted, check=True, capture_output=True, text=True)
+    assert "goes on at epoch" in done.stdout
+    for name in ("0", "1", "2", "."):
+        whole, cut = (tmp_path / run / "ckpt" / name for run in ("whole", "cut"))
+        assert (whole / "model.safetensors").read_bytes() == (
+            cut / "model.safetensors"
+        ).read_bytes()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -215,6 +275,7 @@ def test_mistakes_are_told_before_anything_runs(job, arguments, message):
         ("conversations={source: 'path:inputs/none.jsonl'}", "there is no such file"),
         ("conversations={sha256: %s}" % ("0" * 63 + "a"), "the config says 0000"),
         ("verifier={source: 'path:inputs/bare'}", "no chat template"),
+        ("verifier={source: 'hf:someone/model@main'}", "Is there a network"),
         ("data={tiny: {conversations: 4000}}", "4,000 usable conversations asked for"),
     ],
 )
