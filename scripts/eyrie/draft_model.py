@@ -123,6 +123,8 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
         ahead = F.pad(supervised, (0, ttt_steps))
         active = torch.stack([ahead[s : s + length] for s in range(ttt_steps)]).any(0)
         active = active.nonzero().flatten()
+        if not len(active):
+            return None, self.fc.weight.sum() * 0, {}
         dtype = self.fc.weight.dtype
         layer, attention = self.layers[0], self.layers[0].self_attn
         attend = RowAttention(active, document_ids[0, :length])
@@ -151,7 +153,7 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
         keys, values = [], []
 
         def heads_of(x):
-            return x.view(len(x), -1, attention.head_dim).transpose(0, 1)
+            return x.unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
 
         for step in range(ttt_steps):
             here = ids if step == 0 else ids[(active + step).clamp(max=length - 1)]

@@ -68,7 +68,7 @@ def batch(hidden=64, lengths=(9, 14, 5), padding=4) -> dict[str, torch.Tensor]:
         {},
         {"norm_before_residual": True},
         {"norm_before_fc": True, "norm_output": True},
-        {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+        {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16},
     ],
 )
 def test_losses_gradients_and_accuracies_equal_the_stock_step(inputs, changes):
