@@ -37,7 +37,7 @@ from eyrie.gpus import hold_gpus
 from eyrie.hidden import HiddenStates, split
 from eyrie.muon import Float32Muon
 from eyrie.provenance import versions
-from eyrie.shards import ShardError
+from eyrie.shards import ShardError, read_rows
 from eyrie.verifier import load_verifier_config
 
 
@@ -285,7 +285,7 @@ def digest(args, shape: DraftShape, layer_ids: list[int]) -> str:
     """Everything that decides the weights."""
     parts = {
         "hidden": [path.stat().st_size for path in args.hidden],
-        "fingerprints": [_metadata(path) for path in args.hidden],
+        "fingerprints": [read_rows(path).metadata for path in args.hidden],
         "vocab": sha256_file(args.vocab),
         "shape": asdict(shape),
         "layer_ids": layer_ids,
@@ -311,11 +311,6 @@ def digest(args, shape: DraftShape, layer_ids: list[int]) -> str:
         },
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _metadata(path: Path) -> dict:
-    with safe_open(path, "pt") as file:
-        return file.metadata()
 
 
 def publish(args, state: Path, history: list[dict], manifest: dict) -> dict:
@@ -473,7 +468,7 @@ def train(args) -> None:
         trainer.history,
         {
             "verifier": {k: identity[k] for k in ("source", "files")},
-            "data": [_metadata(path)["fingerprint"] for path in args.hidden],
+            "data": [rows.metadata["fingerprint"] for rows in states.rows],
             "rows": {"training": len(training), "held_out": len(held_out)},
             "config": {k: v for k, v in vars(args).items() if not isinstance(v, (Path, list))}
             | {"layer_ids": args.layer_ids, "draft_vocab_size": size},

@@ -6,7 +6,8 @@
     row_ids        uint8  [rows, 16]            hash of the conversation
     hidden_states  bf16   [tokens, n_aux + 1, hidden]   hidden shards only
 
-Nothing is padded. The header's metadata says what made the file. A hidden shard is written
+Nothing is padded. The header's metadata says what made the file, in one entry of JSON:
+safetensors writes several entries in an order that differs from one process to the next. A hidden shard is written
 by `HiddenShardWriter` while the engine runs, each state once; the header comes last.
 """
 
@@ -98,18 +99,22 @@ class Rows:
         }
 
 
+def header_metadata(rows: Rows) -> dict[str, str]:
+    return {"eyrie": json.dumps({"format": FORMAT, **rows.metadata}, sort_keys=True)}
+
+
 def write_tokens(path: str | Path, rows: Rows) -> None:
     """Write a token shard; the same rows and metadata give the same bytes."""
     with atomic(path) as partial:
-        save_file(rows.tensors(), partial, {"format": FORMAT, **rows.metadata})
+        save_file(rows.tensors(), partial, header_metadata(rows))
 
 
 def read_rows(path: str | Path) -> Rows:
     """Read everything but the states. Raises ShardError where the file is not a whole shard."""
     try:
         with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
+            metadata = json.loads((file.metadata() or {}).get("eyrie", "{}"))
+            if metadata.pop("format", None) != FORMAT:
                 raise ShardError(f"{path}: not a shard of format {FORMAT}; delete it and rerun")
             rows = Rows(
                 *(file.get_tensor(k) for k in ("input_ids", "loss_mask", "row_offsets", "row_ids")),
@@ -149,7 +154,7 @@ class HiddenShardWriter:
         """Append the rows after their states, then write the header. The file is then whole."""
         tokens = len(rows.input_ids)
         size = tokens * int(np.prod(state_shape)) * dtype.itemsize
-        header: dict = {"__metadata__": {"format": FORMAT, **rows.metadata}}
+        header: dict = {"__metadata__": header_metadata(rows)}
         header["hidden_states"] = {
             "dtype": SAFETENSORS_DTYPES[dtype],
             "shape": [tokens, *state_shape],

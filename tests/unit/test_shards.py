@@ -1,4 +1,7 @@
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +19,15 @@ from eyrie.shards import (
 )
 
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
 def rows_of(lengths: list[int]) -> Rows:
     ids = [[i * 10 + k for k in range(n)] for i, n in enumerate(lengths)]
     masks = [[k % 2 == 0 for k in range(n)] for n in lengths]
-    return Rows.pack(ids, masks, [bytes([i] * 16) for i in range(len(lengths))], {"made": "here"})
+    return Rows.pack(
+        ids, masks, [bytes([i] * 16) for i in range(len(lengths))], {"made": "here", "by": "test"}
+    )
 
 
 def write_hidden(path, rows: Rows, states: torch.Tensor, order: list[int]) -> None:
@@ -35,6 +43,11 @@ def test_token_shard_round_trip_and_same_bytes(tmp_path):
     rows = rows_of([3, 5, 1])
     for name in "ab":
         write_tokens(tmp_path / name, rows)
+    # Another process, whose hash tables have another order.
+    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); from eyrie.shards import *; "
+    code += f"write_tokens({str(tmp_path / 'c')!r}, read_rows({str(tmp_path / 'a')!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "c").read_bytes()
     read = read_rows(tmp_path / "a")
     assert read.row(1).tolist() == [10, 11, 12, 13, 14]
     assert read.lengths == [3, 5, 1]
