@@ -13,6 +13,7 @@ from snakemake.resources import Resource
 
 from eyrie import provenance
 from eyrie.config import ConfigError, load_config
+from eyrie.files import sha256_file
 
 try:
     C = load_config(config)
@@ -21,9 +22,10 @@ except ConfigError as error:
 
 R = C.results
 # Rules run `python "$SCRIPTS/stage.py"`: this interpreter, and this checkout wherever it lies. In
-# params these paths would rerun everything once the checkout has moved.
+# params these paths would rerun everything once the checkout has moved. speculators tells by
+# loguru of each weight it looks for.
 shell.prefix(
-    f"export SCRIPTS={shlex.quote(str(SCRIPTS))} "
+    f"export SCRIPTS={shlex.quote(str(SCRIPTS))} LOGURU_LEVEL=ERROR "
     f"PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; "
 )
 ENV = "../envs/cuda.yaml" if C.extract.gpus or C.train.gpus else "../envs/cpu.yaml"
@@ -68,7 +70,7 @@ def hidden_of(wildcards):
 
 def source_options(block):
     """A source of the config as options of scripts/fetch.py."""
-    return ["--source", block.source, "--sha256", block.sha256 or ""]
+    return ["--source", block.source, *(["--sha256", block.sha256] if block.sha256 else [])]
 
 
 def flag(name, value):

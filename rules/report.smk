@@ -1,6 +1,5 @@
 rule report:
     input:
-        template=f"{workflow.basedir}/templates/report.html",
         shards=lambda wildcards: f"{R}/data/{data_of(wildcards)}/shards.json",
         hidden=lambda wildcards: f"{R}/data/{data_of(wildcards)}/hidden.json",
         vocab=f"{R}/vocab_{{run}}.json",
@@ -18,12 +17,14 @@ rule report:
     resources:
         runtime=5,
     params:
+        # By content: as an input, its path would change with the checkout's place.
+        template=sha256_file(SCRIPTS.parent / "templates/report.html"),
         code=code_hash("report"),
     shell:
         """
         python "$SCRIPTS/report.py" \
             --run {wildcards.run:q} \
-            --template {input.template:q} \
+            --template "$SCRIPTS/../templates/report.html" \
             --shards {input.shards:q} \
             --hidden {input.hidden:q} \
             --vocab {input.vocab:q} \

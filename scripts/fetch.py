@@ -187,7 +187,6 @@ def main() -> None:
     parser.add_argument("--identity", type=Path, required=True, help="JSON to write")
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
-    args.sha256 = args.sha256 or None
 
     started = time.time()
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -103,6 +103,9 @@ class DraftTrainer(Trainer):
         self.current_epoch = self.global_step = 0
         self._resume_local_step = 0
 
+    def setup_model(self) -> None:
+        self.model.to(self.local_rank)
+
     def setup_optimizer(self) -> None:
         """As stock, but with a Muon that this device can compute, and before any resume."""
         self.optimizers = build_optimizers(self.model, self.config)

@@ -7,8 +7,9 @@
     hidden_states  bf16   [tokens, n_aux + 1, hidden]   hidden shards only
 
 Nothing is padded. The header's metadata says what made the file, in one entry of JSON:
-safetensors writes several entries in an order that differs from one process to the next. A hidden shard is written
-by `HiddenShardWriter` while the engine runs, each state once; the header comes last.
+safetensors writes several entries in an order that differs from one process to the next. A hidden
+shard is written by `HiddenShardWriter` while the engine runs, each state once; its header comes
+last.
 """
 
 import itertools

@@ -18,7 +18,6 @@ from eyrie.shards import (
     write_tokens,
 )
 
-
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
