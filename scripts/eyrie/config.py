@@ -3,15 +3,31 @@
 import difflib
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 
-# 4.0, "4" and true are mistakes where a count is meant.
-Count = Annotated[int, Field(strict=True, ge=0)]
-Positive = Annotated[int, Field(strict=True, gt=0)]
+
+def from_command_line(value):
+    """`--config train={epochs: 3}` hands numbers and switches over as text."""
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+# 4.0, 32k and true are mistakes where a count is meant.
+Whole = Annotated[int, BeforeValidator(from_command_line), Field(strict=True)]
+Count = Annotated[Whole, Field(ge=0)]
+Positive = Annotated[Whole, Field(gt=0)]
 # YAML reads 1e-4 as a string; it is taken as the number that it looks like.
 Real = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Flag = Annotated[bool, Field(strict=True)]
+Flag = Annotated[bool, BeforeValidator(from_command_line), Field(strict=True)]
 Source = Annotated[str, StringConstraints(pattern=r"^(pypi|hf|path):.+")]
 # A digest left unquoted may look like a number to YAML, so only strings are taken.
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]

@@ -68,6 +68,13 @@ def test_numbers_that_yaml_reads_as_strings(text):
     assert load_config(config).train.lr == 1e-4
 
 
+def test_numbers_and_switches_of_the_command_line_are_text():
+    config = changed("train.epochs", "3")
+    config["draft"]["norm_output"] = "false"
+    loaded = load_config(config)
+    assert loaded.train.epochs == 3 and loaded.draft.norm_output is False
+
+
 def test_names_that_yaml_reads_as_numbers():
     config = copy.deepcopy(DEFAULT)
     config["data"] = {10: {"conversations": 10}}
