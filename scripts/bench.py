@@ -19,8 +19,9 @@ from eyrie.gpus import hold_gpus
 
 METHODS = ("baseline", "ngram", "eagle3")
 
-# Requests served before the clock starts: the first ones fill caches and pick kernels.
+# Requests served before the clock starts, of so many tokens: they fill caches and pick kernels.
 WARM_UP = 2
+WARM_UP_TOKENS = 8
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",
@@ -84,6 +85,7 @@ def measure(method: str, args) -> dict:
     llm = LLM(**engine.engine_arguments(args), **speculation(method, args), disable_log_stats=False)
     loaded = time.time()
     sampling = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens, detokenize=False)
+    warm_up = SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, detokenize=False)
     prompts = read_prompts(args.prompts, args.num_prompts)
     rows = []
     for number, prompt in enumerate(prompts[:WARM_UP] + prompts):
@@ -91,7 +93,9 @@ def measure(method: str, args) -> dict:
         ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt["text"]}])
         before = read_counters(llm, args.draft_tokens)
         begun = time.perf_counter()
-        (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        (output,) = llm.generate(
+            [{"prompt_token_ids": ids}], warm_up if number < WARM_UP else sampling, use_tqdm=False
+        )
         seconds = time.perf_counter() - begun
         after = read_counters(llm, args.draft_tokens)
         tokens = list(output.outputs[0].token_ids)

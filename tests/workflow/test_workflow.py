@@ -15,6 +15,8 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
+from eyrie.shards import read_rows
+
 ROOT = Path(__file__).parents[2]
 REPORT = "results/tiny/report_tiny.html"
 
@@ -64,14 +66,18 @@ def test_the_account_adds_up(job):
     assert account["rejected"] == len(rejects) == sum(account["reasons"].values())
 
 
-def test_states_are_the_verifiers(job):
-    """Each stored layer against transformers' own forward; a layer off by one must fail."""
+def check_states(verifier: Path, tree: Path) -> tuple[int, int]:
+    """Compare each stored layer with transformers' own forward; a layer off by one must fail.
+
+    Returns the supervised tokens, and how many of them the verifier's own head gives on the last
+    state of the token before.
+    """
     from transformers import AutoModelForCausalLM
 
     from eyrie.hidden import HiddenStates
 
-    model = AutoModelForCausalLM.from_pretrained(job / "inputs/verifier", dtype=torch.float32)
-    paths = sorted((job / "results/tiny/data/tiny/hidden").glob("*.safetensors"))
+    model = AutoModelForCausalLM.from_pretrained(verifier, dtype=torch.float32)
+    paths = sorted((tree / "data/tiny/hidden").glob("*.safetensors"))
     states = HiddenStates(paths)
     assert len(paths) == 3 and sum(map(len, states.rows)) == 24
     before_norm = []
@@ -89,14 +95,38 @@ def test_states_are_the_verifiers(job):
                 # 4e-3 is bf16's own rounding.
                 assert errors[layer] < 4e-3, (layer, errors)
                 assert min(errors[:layer] + errors[layer + 1 :]) > 0.05, (layer, errors)
-            # The verifier's own head on the last state must give the token it went on with.
             last = row["hidden_states"][:, 3].float()
             predicted = model.lm_head(model.model.norm(last)).argmax(-1)
             written = row["loss_mask"][1:]
             greedy += int((predicted[:-1] == row["input_ids"][1:])[written].sum())
             total += int(written.sum())
+    return total, greedy
+
+
+def test_states_are_the_verifiers(job):
+    total, greedy = check_states(job / "inputs/verifier", job / "results/tiny")
     assert total > 200
     assert greedy >= 0.98 * total
+
+
+def test_answers_of_the_data_itself(job):
+    """With `answers: dataset` the states are of the whole talks and their own answers count."""
+    from transformers import AutoTokenizer
+
+    config = ["results=results/own", "shard={answers: dataset}"]
+    snakemake(job, "results/own/data/tiny/hidden.json", "--config", *config)
+    total, greedy = check_states(job / "inputs/verifier", job / "results/own")
+    # A random verifier would not have written these.
+    assert total > 200 and greedy < 0.2 * total
+    tokenizer = AutoTokenizer.from_pretrained(job / "inputs/verifier")
+    rows = read_rows(job / "results/own/data/tiny/hidden/00000.safetensors")
+    start, end = rows.row_offsets[:2].tolist()
+    written = rows.input_ids[start:end][rows.loss_mask[start:end]]
+    answers = [
+        json.loads(line)["conversations"][1]["value"] + "<|im_end|>"
+        for line in (job / "inputs/conversations.jsonl").read_text().splitlines()
+    ]
+    assert tokenizer.decode(written) in answers
 
 
 def test_bytes_on_disk_are_the_states_and_little_else(job):
