@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from eyrie import engine
-from eyrie.files import fsync_path, link_or_copy, log_line, write_json
+from eyrie.files import fsync_path, link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.shards import (
     HEADER_BYTES,
@@ -34,7 +34,7 @@ from eyrie.verifier import load_verifier_config
 def fingerprint(token_shard: Path, verifier: str, args) -> str:
     """What decides a hidden shard's numbers; memory tuning is left out because it does not."""
     parts = {
-        "tokens": hashlib.sha256(token_shard.read_bytes()).hexdigest(),
+        "tokens": sha256_file(token_shard),
         "verifier": verifier,
         "layer_ids": args.layer_ids,
         "dtype": args.dtype,

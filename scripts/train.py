@@ -37,7 +37,7 @@ from eyrie.gpus import hold_gpus
 from eyrie.hidden import HiddenStates, split
 from eyrie.muon import Float32Muon
 from eyrie.provenance import versions
-from eyrie.shards import ShardError, read_rows
+from eyrie.shards import ShardError
 from eyrie.verifier import load_verifier_config
 
 
@@ -223,8 +223,8 @@ class DraftTrainer(Trainer):
                 }
             )
             progress.update()
-            rate = f"{tokens / seconds:,.0f} tokens/s, loss {loss.item():.3f}"
-            progress.set_postfix_str(rate, refresh=False)
+            shown = f"{tokens / seconds:,.0f} tokens/s, loss {loss.item():.3f}"
+            progress.set_postfix_str(shown, refresh=False)
             if self.global_step % self.checkpoint_every == 0 or self.stop_signal:
                 self.save_state(epoch, local_step)
                 if self.stop_signal:
@@ -284,14 +284,14 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(option, type=field.type, required=True)
 
 
-def digest(args, shape: DraftShape, layer_ids: list[int]) -> str:
+def digest(args, shape: DraftShape, states: HiddenStates) -> str:
     """Everything that decides the weights."""
     parts = {
         "hidden": [path.stat().st_size for path in args.hidden],
-        "fingerprints": [read_rows(path).metadata for path in args.hidden],
+        "fingerprints": [rows.metadata for rows in states.rows],
         "vocab": sha256_file(args.vocab),
         "shape": asdict(shape),
-        "layer_ids": layer_ids,
+        "layer_ids": args.layer_ids,
         "settings": {
             k: v
             for k, v in sorted(vars(args).items())
@@ -391,10 +391,9 @@ def train(args) -> None:
     verifier.extraction_ids(args.layer_ids)
     vocab = load_file(args.vocab)
     size = len(vocab["d2t"])
-    state = args.state / digest(args, shape, args.layer_ids)
-    state.mkdir(parents=True, exist_ok=True)
-
     states = HiddenStates(args.hidden)
+    state = args.state / digest(args, shape, states)
+    state.mkdir(parents=True, exist_ok=True)
     training, held_out = split(states.rows, args.held_out)
     loaders = [
         make_loader(
