@@ -1,5 +1,6 @@
 """The checked config, and what several rules ask of it."""
 
+import json
 import os
 import shlex
 import sys

@@ -1,4 +1,6 @@
 rule fetch_verifier:
+    input:
+        [C.verifier.chat_template] if C.verifier.chat_template else [],
     output:
         folder=directory(f"{R}/verifier"),
         identity=f"{R}/verifier.json",
@@ -10,40 +12,46 @@ rule fetch_verifier:
         runtime=120,
     params:
         source=source_options(C.verifier),
+        template=lambda wildcards, input: ["--chat-template", *input] if input else [],
         code=code_hash("fetch"),
     shell:
         """
         python "$SCRIPTS/fetch.py" \
             --kind verifier \
             {params.source:q} \
+            {params.template:q} \
             --out {output.folder:q} \
             --identity {output.identity:q} \
             --log {log:q}
         """
 
 
-rule fetch_conversations:
-    output:
-        file=f"{R}/conversations",
-        identity=f"{R}/conversations.json",
-    log:
-        f"{R}/logs/fetch_conversations.jsonl",
-    conda:
-        ENV
-    resources:
-        runtime=60,
-    params:
-        source=source_options(C.conversations),
-        code=code_hash("fetch"),
-    shell:
-        """
-        python "$SCRIPTS/fetch.py" \
-            --kind data \
-            {params.source:q} \
-            --out {output.file:q} \
-            --identity {output.identity:q} \
-            --log {log:q}
-        """
+for number, source in enumerate(C.conversations):
+
+    rule:
+        name:
+            f"fetch_conversations_{number}"
+        output:
+            folder=directory(f"{R}/conversations/{number}"),
+            identity=f"{R}/conversations/{number}.json",
+        log:
+            f"{R}/logs/fetch_conversations_{number}.jsonl",
+        conda:
+            ENV
+        resources:
+            runtime=60,
+        params:
+            source=source_options(source),
+            code=code_hash("fetch"),
+        shell:
+            """
+            python "$SCRIPTS/fetch.py" \
+                --kind conversations \
+                {params.source:q} \
+                --out {output.folder:q} \
+                --identity {output.identity:q} \
+                --log {log:q}
+            """
 
 
 rule fetch_prompts:
@@ -62,7 +70,7 @@ rule fetch_prompts:
     shell:
         """
         python "$SCRIPTS/fetch.py" \
-            --kind data \
+            --kind prompts \
             {params.source:q} \
             --out {output.file:q} \
             --identity {output.identity:q} \

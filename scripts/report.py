@@ -469,7 +469,13 @@ def main() -> None:
     data["manifest"] = json.loads((args.checkpoint / "manifest.json").read_text())
     data["metrics"] = pd.read_parquet(args.checkpoint / "metrics.parquet")
     data["measurements"] = pd.read_csv(args.measurements, converters={"category": str})
-    data["identities"] = {path.stem: json.loads(path.read_text()) for path in args.identities}
+    data["identities"] = {
+        # Of several sources of conversations each has a number.
+        f"conversations {path.stem}" if path.stem.isdecimal() else path.stem: json.loads(
+            path.read_text()
+        )
+        for path in args.identities
+    }
     # A verifier's identity lies beside its folder, under the same name.
     verifier = next(p for p in args.identities if p.stem == "verifier").with_suffix("")
     page = render(args.template, args.run, verifier, args.checkpoint, data)

@@ -5,65 +5,35 @@ turn before it), which the verifier answers while its states are extracted. With
 `--answers dataset` a row is the whole conversation and its own answers are supervised.
 Assistant turns before the first user turn (ShareGPT splits long talks) are dropped and counted.
 
-Every row read is kept or rejected with a reason; shards.json holds the account and
-rejects.jsonl a line for each row rejected.
+Every row read is kept or rejected with a reason: shards.json holds the account, and
+rejects.jsonl a line for each row rejected. The same input gives the same bytes, whatever the
+number of processes.
 """
 
 import argparse
-import gzip
-import hashlib
+import collections
 import json
+import multiprocessing
 import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-import ijson
 from tqdm import tqdm
 
-from eyrie.chat import (
-    Reject,
-    answer_mask,
-    conversation_id,
-    load_tokenizer,
-    messages_of,
-    prompt_ids,
-)
+from eyrie.chat import Chat, Row, load_tokenizer
+from eyrie.conversations import Conversation, Reject, name_of, read_conversation
 from eyrie.files import atomic, log_line, write_json
 from eyrie.shards import Rows, write_tokens
+from eyrie.shards import read_rows as read_shard
+from eyrie.sources import BrokenFile, DataError, expand, read_rows
 
-
-class DataError(Exception):
-    """Input that stops the job; the message names the file and the way out."""
-
-
-def read_conversations(path: Path) -> Iterator[dict]:
-    """Stream the rows of a JSON array or of JSON lines, whatever the file is called.
-
-    Raises:
-        DataError: the file is not JSON, or is cut off; names the rows read before.
-    """
-    opener = gzip.open if path.suffix == ".gz" else open
-    count = 0
-    with opener(path, "rb") as file:
-        head = file.read(4096).lstrip(b"\xef\xbb\xbf").lstrip()
-        file.seek(0)
-        if file.read(3) != b"\xef\xbb\xbf":
-            file.seek(0)
-        array = head.startswith(b"[")
-        # JSON lines are a stream of values to ijson; floats and ints as Python's own.
-        rows = ijson.items(file, "item" if array else "", use_float=True, multiple_values=True)
-        try:
-            for row in rows:
-                count += 1
-                yield row
-        except ijson.JSONError as error:
-            raise DataError(
-                f"{path}: broken JSON near byte {file.tell():,} after {count:,} whole rows "
-                f"({error}). Repair the file, or ask for no more rows than it holds"
-            ) from error
+# Rows handed to a process at once.
+BATCH = 16
 
 
 def normal(text: str) -> str:
@@ -73,8 +43,7 @@ def normal(text: str) -> str:
 def read_prompts(path: Path) -> set[str]:
     """The texts of a benchmark's prompts (JSON lines with `turns` or `prompt`), normalised."""
     texts = set()
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    for _, row in read_rows(path):
         texts.update(normal(turn) for turn in row.get("turns") or [row["prompt"]])
     return texts
 
@@ -85,52 +54,213 @@ def without_leading_answers(messages: list[dict]) -> list[dict]:
     return [m for i, m in enumerate(messages) if i >= first or m["role"] == "system"]
 
 
-def tokenise(tokenizer, messages: list[dict], args) -> tuple[list[int], list[bool]]:
-    """One row's tokens and loss mask. Raises Reject."""
-    special = [t for t in tokenizer.all_special_tokens if len(t) > 1]
-    if any(token in m["content"] for m in messages for token in special):
-        # It would become the control token itself and forge a turn.
-        raise Reject("control token in the text")
-    if args.answers == "verifier":
-        users = [i for i, m in enumerate(messages) if m["role"] == "user"]
-        if not users:
-            raise Reject("no user turn")
-        ids = prompt_ids(tokenizer, messages[: users[0] + 1])
-        if len(ids) + args.max_new_tokens > args.max_length:
-            raise Reject("prompt too long")
-        return ids, [False] * len(ids)
-    while messages and messages[-1]["role"] != "assistant":
-        messages = messages[:-1]
-    while messages:
-        ids, mask = answer_mask(tokenizer, messages)
-        if len(ids) <= args.max_length:
-            break
-        messages = messages[:-2]
-    if not messages or sum(mask) < args.min_supervised_tokens:
-        raise Reject("too few supervised tokens")
-    return ids, mask
+@dataclass
+class Outcome:
+    """What became of a row: its tokens, or the reason why it has none."""
+
+    id: bytes | None = None
+    name: str | None = None
+    row: Row | None = None
+    reason: str = ""
+    turns: int = 0
+    beheaded: bool = False
 
 
-def tokenizer_identity(tokenizer) -> str:
-    """A hash of what turns text into ids: the vocabulary and the chat template."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    text = json.dumps([vocabulary, tokenizer.chat_template])
-    return hashlib.sha256(text.encode()).hexdigest()
+class Sharder:
+    """Turns rows into tokens; one in each process."""
+
+    def __init__(self, chat: Chat, benchmark: set[str], args):
+        self.chat, self.benchmark, self.args = chat, benchmark, args
+        self.vocab_size = len(chat.tokenizer)
+
+    def __call__(self, raw) -> Outcome:
+        outcome = Outcome(name=name_of(raw))
+        try:
+            conversation = read_conversation(raw)
+            whole = conversation.messages
+            conversation.messages = without_leading_answers(whole)
+            outcome.beheaded = len(conversation.messages) < len(whole)
+            outcome.turns = len(conversation.messages)
+            outcome.id = conversation.id
+            if any(normal(m["content"]) in self.benchmark for m in conversation.messages):
+                raise Reject("benchmark prompt")
+            outcome.row = self.tokens(conversation)
+        except Reject as reject:
+            outcome.reason = str(reject)
+        return outcome
+
+    def tokens(self, conversation: Conversation) -> Row:
+        args, messages = self.args, conversation.messages
+        if conversation.tokens:
+            row = self.tokenised(*conversation.tokens)
+        elif args.answers == "verifier":
+            users = [i for i, m in enumerate(messages) if m["role"] == "user"]
+            if not users:
+                raise Reject("no user turn")
+            row = self.chat.prompt(messages[: users[0] + 1], conversation.tools)
+            if len(row.ids) + args.max_new_tokens > args.max_length:
+                raise Reject("prompt too long")
+            return row
+        else:
+            row = self.chat.answers(messages, conversation.tools, args.max_length)
+        if sum(row.mask) < args.min_supervised_tokens:
+            raise Reject("too few supervised tokens")
+        return row
+
+    def tokenised(self, ids: list[int], mask: list[bool]) -> Row:
+        if self.args.answers == "verifier":
+            raise Reject("tokenised row, to which the verifier cannot add")
+        if max(ids) >= self.vocab_size:
+            raise Reject("token id beyond the tokenizer's vocabulary")
+        length = self.args.max_length
+        return Row(ids[:length], mask[:length], truncated=len(ids) > length)
+
+
+def start(sharder: Sharder) -> None:
+    """Give a process its sharder; forked, so that the tokenizer is loaded once."""
+    global in_process
+    in_process = sharder
+
+
+def work(batch: list) -> list[Outcome]:
+    return [in_process(raw) for raw in batch]
+
+
+def outcomes(rows: Iterator, sharder: Sharder, processes: int) -> Iterator[tuple[tuple, Outcome]]:
+    """Yield (row, its outcome) in the rows' order; the raw row is the last item of each of `rows`.
+
+    Only a few batches are read ahead, so memory does not grow with the file.
+    """
+    if processes == 1:
+        for row in rows:
+            yield row, sharder(row[-1])
+        return
+    with multiprocessing.get_context("fork").Pool(processes, start, (sharder,)) as pool:
+        waiting: collections.deque = collections.deque()
+        while True:
+            batch = list(islice(rows, BATCH))
+            if batch:
+                waiting.append((batch, pool.apply_async(work, ([r[-1] for r in batch],))))
+            if waiting and (not batch or len(waiting) > 4 * processes):
+                done, result = waiting.popleft()
+                yield from zip(done, result.get(), strict=True)
+            if not batch and not waiting:
+                return
+
+
+class Account:
+    """How many rows were read and what became of them, in all and for each source."""
+
+    def __init__(self):
+        self.read: Counter = Counter()
+        self.kept: Counter = Counter()
+        self.reasons: dict[str, Counter] = {}
+        self.counts: Counter = Counter()
+        self.lengths: list[int] = []
+        self.turns: list[int] = []
+        self.bad_files: list[dict] = []
+
+    def reject(self, source: str, reason: str) -> None:
+        self.reasons.setdefault(source, Counter())[reason] += 1
+
+    @property
+    def all_reasons(self) -> Counter:
+        return sum(self.reasons.values(), Counter())
+
+    def table(self) -> str:
+        lines = (f"  {count:8,}  {reason}" for reason, count in self.all_reasons.most_common())
+        return "\n".join(lines)
+
+    def summary(self) -> dict:
+        sources = {
+            name: {
+                "read": read,
+                "kept": self.kept[name],
+                "rejected": self.reasons.get(name, Counter()).total(),
+                "reasons": dict(self.reasons.get(name, Counter()).most_common()),
+            }
+            for name, read in self.read.items()
+        }
+        return {
+            "read": self.read.total(),
+            "kept": self.kept.total(),
+            "rejected": self.all_reasons.total(),
+            "reasons": dict(self.all_reasons.most_common()),
+            "sources": sources,
+            "bad_files": self.bad_files,
+            "duplicates": self.all_reasons["duplicate"],
+            **{name: self.counts[name] for name in COUNTED},
+            "tokens": sum(self.lengths),
+            "length_percentiles": percentiles(self.lengths),
+            "turns_percentiles": percentiles(self.turns),
+            "turns": sum(self.turns),
+        }
+
+
+# What else is counted of the rows kept: rows cut to max_length, rows with control tokens in a
+# message's text (they stay text), rows that began with answers, and answers that the chat
+# template does not repeat as they were written, which are context only.
+COUNTED = (
+    "supervised_tokens",
+    "truncated",
+    "control_tokens_in_text",
+    "leading_answers_dropped",
+    "answers_not_supervised",
+)
+
+
+def percentiles(values: list[int]) -> dict[str, int]:
+    ranked = sorted(values)
+    last = len(ranked) - 1
+    return {
+        str(p): ranked[min(last, len(ranked) * p // 100)] if ranked else 0
+        for p in (0, 25, 50, 75, 95, 100)
+    }
+
+
+def numbered_rows(args, account: Account) -> Iterator[tuple]:
+    """Every row of every source: (source, file, row number, byte offset, raw row).
+
+    Raises:
+        BrokenFile: a file is damaged, unless args.on_bad_file is "keep".
+    """
+    names = args.source_name or [str(path) for path in args.conversations]
+    for name, source in zip(names, args.conversations, strict=True):
+        for path in expand(source):
+            try:
+                for number, (offset, raw) in enumerate(read_rows(path)):
+                    yield name, path.name, number, offset, raw
+            except BrokenFile as broken:
+                if args.on_bad_file != "keep":
+                    raise
+                bad = {"source": name, "file": path.name, "rows": broken.rows}
+                account.bad_files.append(bad | {"offset": broken.offset, "why": broken.why})
+                print(f"shard: {broken}; its first {broken.rows:,} rows are used", file=sys.stderr)
 
 
 def make_shards(args) -> dict:
-    """Write the shards and rejects.jsonl; return the account."""
+    """Write the shards and rejects.jsonl; return the account.
+
+    Raises:
+        DataError: a broken file, too few rows, a reason that rejects too many.
+    """
     tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code)
+    chat = Chat(tokenizer, args.date, args.system_turns, **json.loads(args.template_options))
     benchmark = set().union(*map(read_prompts, args.benchmark)) if args.benchmark else set()
-    metadata = {"answers": args.answers, "tokenizer": tokenizer_identity(tokenizer)}
-    reasons: Counter = Counter()
+    metadata = {"answers": args.answers, "tokenizer": chat.identity()}
+    account = Account()
     seen: set[bytes] = set()
-    ids, masks, row_ids, lengths = [], [], [], []
-    shards = read = supervised = beheaded = 0
+    ids, masks, row_ids = [], [], []
+    shards = 0
+    limit = args.limit or float("inf")
     (args.out / "shards").mkdir(parents=True, exist_ok=True)
 
     def flush() -> None:
         nonlocal shards
+        if not shards:
+            print(
+                f"shard: the first row, its answers between » and «:\n{chat.show(ids[0], masks[0])}"
+            )
         name = args.out / "shards" / f"{shards:05d}.safetensors"
         write_tokens(name, Rows.pack(ids, masks, row_ids, metadata))
         log_line(args.log, shard=shards, rows=len(ids), tokens=sum(map(len, ids)))
@@ -140,84 +270,108 @@ def make_shards(args) -> dict:
 
     progress = tqdm(total=args.limit, unit=" rows", desc="shard", mininterval=5)
     with atomic(args.out / "rejects.jsonl") as partial, open(partial, "w") as rejects:
-        for path in args.conversations:
-            for number, row in enumerate(read_conversations(path)):
-                if len(lengths) == args.limit:
-                    break
-                read += 1
-                try:
-                    whole = messages_of(row)
-                    messages = without_leading_answers(whole)
-                    row_id = conversation_id(messages)
-                    if row_id in seen:
-                        raise Reject("duplicate")
-                    if any(normal(m["content"]) in benchmark for m in messages):
-                        raise Reject("benchmark prompt")
-                    row_tokens, mask = tokenise(tokenizer, messages, args)
-                except Reject as reject:
-                    reasons[str(reject)] += 1
-                    name = row.get("id") if isinstance(row, dict) else None
-                    line = {"source": args.source_name or path.name, "row": number}
-                    line |= {"id": name, "reason": str(reject)}
-                    rejects.write(json.dumps(line, default=str) + "\n")
-                    continue
-                seen.add(row_id)
-                beheaded += len(messages) < len(whole)
-                ids.append(row_tokens)
-                masks.append(mask)
-                row_ids.append(row_id)
-                lengths.append(len(row_tokens))
-                supervised += sum(mask)
-                progress.update()
-                if len(ids) == args.shard_size:
-                    flush()
+        results = outcomes(
+            numbered_rows(args, account), Sharder(chat, benchmark, args), args.processes
+        )
+        for (source, file, number, offset, _), outcome in results:
+            account.read[source] += 1
+            reason = "duplicate" if outcome.id in seen else outcome.reason
+            if reason:
+                account.reject(source, reason)
+                line = {"source": source, "file": file, "row": number, "offset": offset}
+                line |= {"id": outcome.name, "reason": reason}
+                rejects.write(json.dumps(line) + "\n")
+                continue
+            row = outcome.row
+            seen.add(outcome.id)
+            account.kept[source] += 1
+            account.lengths.append(len(row.ids))
+            account.turns.append(outcome.turns)
+            account.counts.update(
+                supervised_tokens=sum(row.mask),
+                truncated=row.truncated,
+                control_tokens_in_text=row.control,
+                leading_answers_dropped=outcome.beheaded,
+                answers_not_supervised=row.lost,
+            )
+            ids.append(row.ids)
+            masks.append(row.mask)
+            row_ids.append(outcome.id)
+            progress.update()
+            if len(ids) == args.shard_size:
+                flush()
+            if len(account.lengths) == limit:
+                break
+        results.close()
     progress.close()
     if ids:
         flush()
-    lengths.sort()
-    account = {
-        "read": read,
-        "kept": len(lengths),
-        "rejected": sum(reasons.values()),
-        "reasons": dict(reasons.most_common()),
-        "leading_answers_dropped": beheaded,
-        "shards": shards,
-        "tokens": sum(lengths),
-        "supervised_tokens": supervised,
-        "length_percentiles": {
-            str(p): lengths[min(len(lengths) - 1, len(lengths) * p // 100)] if lengths else 0
-            for p in (0, 25, 50, 75, 95, 100)
-        },
-        **metadata,
-    }
-    if len(lengths) < args.limit:
-        table = "\n".join(f"  {count:8,}  {reason}" for reason, count in reasons.most_common())
+    summary = account.summary()
+    found = (
+        f"{summary['kept']:,} found among {summary['read']:,} read. Rejected:\n{account.table()}"
+    )
+    if not summary["kept"] or summary["kept"] < (args.limit or 0):
         raise DataError(
-            f"{args.limit:,} usable conversations asked for, {len(lengths):,} found among "
-            f"{read:,} read. Rejected:\n{table}\nAsk for fewer, or add conversations"
+            f"{args.limit or 1:,} usable conversations asked for, {found}\n"
+            "Ask for fewer, or add conversations"
         )
-    return account
+    for reason, count in summary["reasons"].items():
+        if count > args.max_reject_fraction * summary["read"]:
+            raise DataError(
+                f"{count:,} rows were rejected for one reason ({reason}); {found}\n"
+                "Mend the data, or raise shard.max_reject_fraction to go on without them"
+            )
+    return summary | {"shards": shards, **metadata}
+
+
+def show(args) -> None:
+    """Print row `args.show` of the shards in args.out, its supervised tokens marked."""
+    chat = Chat(load_tokenizer(args.tokenizer, args.trust_remote_code))
+    number = args.show
+    for path in sorted((args.out / "shards").glob("*.safetensors")):
+        rows = read_shard(path)
+        if number < len(rows):
+            start, end = rows.row_offsets[number : number + 2].tolist()
+            part = slice(start, end)
+            print(chat.show(rows.input_ids[part].tolist(), rows.loss_mask[part].tolist()))
+            return
+        number -= len(rows)
+    raise DataError(f"{args.out}: its shards hold {args.show - number:,} rows, numbered from 0")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--conversations", type=Path, nargs="+", required=True)
-    parser.add_argument("--source-name", default="", help="the file's name in rejects.jsonl")
+    parser.add_argument(
+        "--conversations", nargs="+", default=[], help="files, folders or glob patterns"
+    )
+    parser.add_argument("--source-name", nargs="*", help="a name for each of these, in the account")
     parser.add_argument("--tokenizer", type=Path, required=True, help="the verifier's folder")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--benchmark", type=Path, nargs="*", help="prompts never to train on")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shard-size", type=int, default=100, help="rows a shard")
-    parser.add_argument("--limit", type=int, required=True, help="rows to keep")
+    parser.add_argument("--limit", type=int, help="rows to keep; all if not given")
     parser.add_argument("--max-length", type=int, default=512, help="tokens a row, answer included")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="kept free for the answer")
     parser.add_argument("--min-supervised-tokens", type=int, default=4)
     parser.add_argument("--answers", choices=["verifier", "dataset"], default="verifier")
+    parser.add_argument("--on-bad-file", choices=["stop", "keep"], default="stop")
+    parser.add_argument("--max-reject-fraction", type=float, default=0.5, help="for one reason")
+    parser.add_argument("--system-turns", choices=["merge", "drop", "reject"], default="merge")
+    parser.add_argument("--date", default="2026-01-01", help="today, to the chat template")
+    parser.add_argument("--template-options", default="{}", help="JSON, for the chat template")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--log", type=Path, help="gets a JSON line a shard")
+    parser.add_argument("--show", type=int, metavar="N", help="print row N of --out, and end")
     args = parser.parse_args()
 
     started = time.time()
     try:
+        if args.show is not None:
+            show(args)
+            return
+        if not args.conversations:
+            raise DataError("give --conversations")
         account = make_shards(args)
     except (DataError, ValueError, OSError) as error:
         sys.exit(f"shard: {error}")

@@ -42,7 +42,13 @@ from eyrie.verifier import load_verifier_config
 
 
 class HiddenRows(BaseDataset):
-    """speculators' dataset over rows of hidden shards; a row's states are read when asked for."""
+    """speculators' dataset over rows of hidden shards; a row's states are read when asked for.
+
+    While `supervise_all`, every token is a target, the prompts' too: what the verifier would
+    write after any of them is known as well as after its own.
+    """
+
+    supervise_all = False
 
     def __init__(self, states: HiddenStates, rows: list[tuple[int, int]], max_len: int):
         self.states, self.row_list = states, rows
@@ -58,11 +64,12 @@ class HiddenRows(BaseDataset):
     def _get_raw_data(self, index: int) -> dict[str, torch.Tensor]:
         row = self.states.row(*self.row_list[index])
         states = row["hidden_states"]
+        mask = row["loss_mask"].long()
         return {
             "hidden_states": states[:, :-1].flatten(1),
             "input_ids": row["input_ids"].long(),
             "verifier_last_hidden_states": states[:, -1],
-            "loss_mask": row["loss_mask"].long(),
+            "loss_mask": torch.ones_like(mask) if self.supervise_all else mask,
         }
 
 
@@ -86,12 +93,35 @@ class Interrupted(Exception):
     """SIGTERM or Ctrl-C: the state has been saved and the job must not count as done."""
 
 
+def with_noise(states: torch.Tensor, layers: int, noise: float, seed: int) -> torch.Tensor:
+    """Add normal noise to states [1, T, layers * H], of `noise` times each state's own RMS."""
+    generator = torch.Generator(states.device).manual_seed(seed)
+    split = states.float().unflatten(-1, (layers, -1))
+    size = noise * split.square().mean(-1, keepdim=True).sqrt()
+    shape, device = split.shape, states.device
+    return split.addcmul(size, torch.randn(shape, generator=generator, device=device)).flatten(-2)
+
+
 class DraftTrainer(Trainer):
     """speculators' Trainer on any device, with a state that resumes bit for bit, per-step
-    metrics and a progress bar. Epochs are exported by `on_epoch(epoch, metrics)`."""
+    metrics and a progress bar. Epochs are exported by `on_epoch(epoch, metrics)`.
 
-    def __init__(self, *args, state: Path, checkpoint_every: int, on_epoch, **kwargs):
+    The first `ttt_warmup_epochs` look one draft token ahead, from every token. `add_noise(states,
+    step)` changes the states of a training batch.
+    """
+
+    def __init__(
+        self,
+        *args,
+        state: Path,
+        checkpoint_every: int,
+        ttt_warmup_epochs: int,
+        add_noise,
+        on_epoch,
+        **kwargs,
+    ):
         self.state, self.checkpoint_every, self.on_epoch = state, checkpoint_every, on_epoch
+        self.ttt_warmup_epochs, self.add_noise = ttt_warmup_epochs, add_noise
         self.history: list[dict] = []
         self.stop_signal: str | None = None
         super().__init__(*args, **kwargs)
@@ -182,6 +212,11 @@ class DraftTrainer(Trainer):
         self.model.train()
         self.train_loader.batch_sampler.set_epoch(epoch)
         steps = len(self.train_loader)
+        call = dict(self.config.train_call_kwargs)
+        warming_up = epoch < self.ttt_warmup_epochs
+        if warming_up:
+            call["ttt_steps"] = 1
+        self.train_loader.dataset.supervise_all = warming_up
         done = self._prepare_resume_skip(epoch)
         batches = iter(self.train_loader)
         progress = tqdm(
@@ -195,8 +230,9 @@ class DraftTrainer(Trainer):
             started = time.time()
             batch = next(batches)
             batch = {k: v.to(self.local_rank) for k, v in batch.items() if torch.is_tensor(v)}
+            batch["hidden_states"] = self.add_noise(batch["hidden_states"], self.global_step)
             with self.autocast():
-                _, loss, metrics = self.model(**batch, **self.config.train_call_kwargs)
+                _, loss, metrics = self.model(**batch, **call)
             if not loss.isfinite():
                 raise ValueError(f"loss is {loss.item()} at epoch {epoch}, step {local_step}")
             self._optimizers_zero_grad()
@@ -304,6 +340,8 @@ def digest(args, shape: DraftShape, states: HiddenStates) -> str:
                 "weight_decay",
                 "ttt_steps",
                 "ttt_decay",
+                "ttt_warmup_epochs",
+                "noise",
                 "total_seq_len",
                 "warmup_ratio",
                 "scheduler",
@@ -359,6 +397,8 @@ def main() -> None:
     parser.add_argument("--warmup-ratio", type=float, required=True)
     parser.add_argument("--ttt-steps", type=int, required=True)
     parser.add_argument("--ttt-decay", type=float, required=True)
+    parser.add_argument("--ttt-warmup-epochs", type=int, default=0, help="of one TTT step")
+    parser.add_argument("--noise", type=float, default=0.0, help="on states, of their RMS")
     parser.add_argument("--total-seq-len", type=int, required=True)
     parser.add_argument("--held-out", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
@@ -425,6 +465,12 @@ def train(args) -> None:
     call = {"ttt_steps": args.ttt_steps, "ttt_step_loss_decay": args.ttt_decay}
     config = flat_config(shape, verifier, args.layer_ids, size)
 
+    def add_noise(hidden: torch.Tensor, step: int) -> torch.Tensor:
+        if not args.noise:
+            return hidden
+        # A step's noise is a matter of its number, so a resumed run has the same.
+        return with_noise(hidden, len(args.layer_ids), args.noise, args.seed << 32 | step)
+
     def on_epoch(epoch: int, metrics: dict) -> None:
         write_flat(state / "epochs" / str(epoch), config, flat_tensors(model))
         log_line(args.log, epoch=epoch, step=trainer.global_step, **metrics)
@@ -454,6 +500,8 @@ def train(args) -> None:
         *loaders,
         state=state,
         checkpoint_every=args.checkpoint_every,
+        ttt_warmup_epochs=args.ttt_warmup_epochs,
+        add_noise=add_noise,
         on_epoch=on_epoch,
     )
 

@@ -5,13 +5,10 @@ import json
 from pathlib import Path
 
 import torch
+from templates import CHATML
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TALE = "the owl sees a mouse run over grass and waits high on its branch until night falls"
 WORDS = TALE.split(" ")
 
@@ -20,7 +17,13 @@ def sentence(number: int, length: int = 6) -> str:
     return " ".join(WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(length))
 
 
-def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    template: str | None = CHATML,
+    control: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"),
+    bos: str = "<|im_start|>",
+    eos: str = "<|im_end|>",
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with `control` as special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -28,13 +31,15 @@ def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
         vocab_size=384, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator([sentence(i) for i in range(50)], trainer)
-    special = [AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<|pad|>")]
+    special = [AddedToken(t, special=True) for t in (*control, "<|pad|>")]
     tokenizer.add_special_tokens(special)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        bos_token="<|im_start|>",
+        eos_token=eos,
+        bos_token=bos,
         pad_token="<|pad|>",
+        # The others, as real tokenizers list them.
+        additional_special_tokens=[t for t in control if t not in (bos, eos)],
     )
     fast.chat_template = template
     return fast

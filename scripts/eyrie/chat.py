@@ -1,64 +1,44 @@
-"""Conversations as messages, and messages as the verifier's own tokens."""
+"""Messages as the verifier's own tokens, and which of them the verifier would have written."""
 
+import bisect
+import datetime
 import hashlib
+import itertools
 import json
+import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
-# Who spoke, in the spellings that public data sets use. Any other role rejects the row.
-ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-}
+import numpy as np
+
+from eyrie.conversations import Reject
+
+# Stand-ins for control tokens in a message's text while the template renders it.
+PRIVATE = 0xF0000
 
 
-class Reject(Exception):
-    """A row that cannot be used; the message is the reason it is counted under."""
+@dataclass
+class Rendered:
+    """A conversation as text. `spans` are what the assistant wrote, end-of-turn token and what
+    the template adds behind it included; `lost` counts the assistant's turns that the template
+    does not repeat as they were written, `cut` whether a token limit ended the last one."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    lost: int = 0
+    cut: bool = False
 
 
-def messages_of(row: dict) -> list[dict]:
-    """Read a ShareGPT (`conversations`: from/value) or OpenAI (`messages`: role/content) row.
+@dataclass
+class Row:
+    """A row's tokens and loss mask."""
 
-    Raises:
-        Reject: no turns, an unknown role, a turn without text.
-    """
-    if not isinstance(row, dict):
-        raise Reject("not an object")
-    turns = row.get("conversations") or row.get("messages")
-    if not isinstance(turns, list) or not turns:
-        raise Reject("no turns")
-    messages = []
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise Reject("turn is not an object")
-        role = ROLES.get(turn.get("from", turn.get("role")))
-        content = turn.get("value", turn.get("content"))
-        if role is None:
-            raise Reject("unknown role")
-        if not isinstance(content, str) or not content.strip():
-            raise Reject("turn without text")
-        # A lone surrogate passes json.loads but cannot be encoded.
-        content = content.encode("utf-8", "replace").decode()
-        messages.append({"role": role, "content": content})
-    return messages
-
-
-def conversation_id(messages: list[dict]) -> bytes:
-    """16 bytes that follow the content: duplicates and the validation split are decided by it."""
-    text = json.dumps([[m["role"], m["content"]] for m in messages], ensure_ascii=False)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def is_held_out(row_id: bytes, fraction: float) -> bool:
-    """Whether a conversation is in the validation split: a matter of its id alone, so that
-    the split stays the same when data is added."""
-    return int.from_bytes(row_id[:8], "little") < fraction * 2**64
+    ids: list[int]
+    mask: list[bool]
+    lost: int = 0
+    truncated: bool = False
+    control: bool = False
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool):
@@ -69,52 +49,254 @@ def load_tokenizer(folder: Path, trust_remote_code: bool):
     if not tokenizer.chat_template:
         raise ValueError(
             f"{folder}: the tokenizer has no chat template, so conversations cannot be rendered. "
-            "Take the -Instruct or -Chat model, or put its chat_template.jinja into that folder"
+            "Take the -Instruct or -Chat model, or name a Jinja file in verifier.chat_template"
         )
     return tokenizer
 
 
-def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """The tokens that a server would send to the verifier to answer `messages`.
-
-    The template writes its own BOS, so the tokenizer must not add another.
-    """
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False).input_ids
+def is_held_out(row_id: bytes, fraction: float) -> bool:
+    """Whether a conversation is in the validation split: a matter of its id alone, so that
+    the split stays the same when data is added."""
+    return int.from_bytes(row_id[:8], "little") < fraction * 2**64
 
 
-def answer_mask(tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
-    """Tokens of a whole conversation and which of them the assistant wrote.
+class Chat:
+    """A chat template and its tokenizer.
 
-    A turn is the text by which rendering it lengthens the rendering of what precedes it, up
-    to its end-of-turn token: what a template writes after that (a newline) is never generated.
-
-    Raises:
-        Reject: the template rewrites earlier text, so no turn can be told apart.
+    date: what a template that writes today's date is told, so that data do not differ from day
+    to day. system: what becomes of system turns where the template takes none: `merge` puts
+    them before the first user turn, `drop` leaves them out, `reject` rejects the row.
     """
 
-    def render(count: int, prompt: bool) -> str:
-        return tokenizer.apply_chat_template(
-            messages[:count], tokenize=False, add_generation_prompt=prompt
+    def __init__(self, tokenizer, date: str = "2026-01-01", system: str = "merge", **options):
+        self.tokenizer, self.system, self.options = tokenizer, system, options
+        day = datetime.date.fromisoformat(date)
+        self.options |= {"strftime_now": day.strftime, "date_string": day.strftime("%d %b %Y")}
+        self.special = set(tokenizer.all_special_ids)
+        words = sorted((t for t in set(tokenizer.all_special_tokens) if len(t) > 1), key=len)[::-1]
+        self.control = re.compile("|".join(map(re.escape, words)) or "(?!)")
+        self.stand_in = re.compile(f"[{chr(PRIVATE)}-{chr(PRIVATE + len(words))}]")
+        self.stand_ins = {word: chr(PRIVATE + i) for i, word in enumerate(words)}
+        template = tokenizer.get_chat_template()
+        self.tags = bool(re.search(r"\{%-?\s*generation\b", template))
+        self.takes_system = self._takes_system()
+
+    def identity(self) -> str:
+        """A hash of all that turns messages into ids: vocabulary, template and its options."""
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        options = {k: v for k, v in self.options.items() if k != "strftime_now"}
+        text = json.dumps([vocabulary, self.tokenizer.chat_template, self.system, options])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _takes_system(self) -> bool:
+        probe = [{"role": "system", "content": "qzqz"}, {"role": "user", "content": "hi"}]
+        try:
+            return "qzqz" in self.render(probe)
+        except Reject:
+            return False
+
+    def render(self, messages: list[dict], tools=None, prompt: bool = True) -> str:
+        """Raises Reject with the template's own words where it refuses the conversation."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **self.options
+            )
+        except Exception as error:  # templates raise whatever Jinja and Python do
+            words = (str(error).splitlines() or [type(error).__name__])[0][:120]
+            raise Reject(f"the chat template refuses it: {words}") from error
+
+    def prepared(self, messages: list[dict]) -> tuple[list[dict], bool]:
+        """Messages fit for the template: control tokens in their text replaced by stand-ins,
+        system turns moved where it takes none. Also whether there were any control tokens."""
+        found = False
+
+        def safe(value):
+            nonlocal found
+            if isinstance(value, str):
+                if self.stand_in.search(value):
+                    raise Reject("private-use characters in the text")
+                text = self.control.sub(lambda match: self.stand_ins[match[0]], value)
+                found |= text != value
+                return text
+            if isinstance(value, list):
+                return [safe(item) for item in value]
+            if isinstance(value, dict):
+                return {safe(key): safe(item) for key, item in value.items()}
+            return value
+
+        messages = [safe(message) for message in messages]
+        if not self.takes_system and any(m["role"] == "system" for m in messages):
+            if self.system == "reject":
+                raise Reject("the chat template takes no system turn")
+            said = [m["content"] for m in messages if m["role"] == "system"]
+            messages = [m for m in messages if m["role"] != "system"]
+            first = next((m for m in messages if m["role"] == "user"), None)
+            if self.system == "merge" and first:
+                first["content"] = "\n\n".join([*said, first["content"]])
+        return messages, found
+
+    def rendered(self, messages: list[dict], tools) -> Rendered:
+        """A whole conversation and what the assistant wrote in it.
+
+        A turn is what rendering it adds to the prompt for it, if the whole rendering repeats
+        that. A template that drops the thinking of earlier turns loses them: they are context.
+
+        Raises:
+            Reject: the template refuses or leaves out a turn, or repeats no answer.
+        """
+        text = self.render(messages, tools, prompt=False)
+        for message in messages:
+            self.check_present(message, text)
+        if tools and not all(name_of(tool) in text for tool in tools):
+            raise Reject("the chat template leaves out the tools")
+        if messages[-1].get("reasoning_content", "").strip() not in text:
+            raise Reject("the chat template leaves out the reasoning")
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        cut = bool(messages[-1].get("cut"))
+        if self.tags:
+            spans = self.tagged(messages, tools)
+            return Rendered(text, spans, max(0, len(answers) - len(spans)), cut)
+        spans = []
+        for i in answers:
+            before = self.render(messages[:i], tools, prompt=True)
+            after = text if i + 1 == len(messages) else self.render(messages[: i + 1], tools, False)
+            end = len(os.path.commonprefix([after, text]))  # noqa: RUF071, of text it is right
+            # Templates trim an answer, so it need not begin where it does in the message.
+            span = text[len(before) : end]
+            calls = [call["function"]["name"] for call in messages[i].get("tool_calls", [])]
+            if text.startswith(before) and all(w in span for w in (wrote(messages[i]), *calls)):
+                spans.append((len(before), end))
+        if not spans:
+            raise Reject("the chat template rewrites earlier turns")
+        return Rendered(text, spans, len(answers) - len(spans), cut)
+
+    def check_present(self, message: dict, text: str) -> None:
+        """Raise Reject where a turn, or a call in it, is not in the rendering."""
+        said = wrote(message)
+        escaped = said.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        if said not in text and escaped not in text:
+            raise Reject("the chat template leaves out a turn")
+        for call in message.get("tool_calls", []):
+            if call["function"]["name"] not in text:
+                raise Reject("the chat template leaves out a tool call")
+
+    def tagged(self, messages: list[dict], tools) -> list[tuple[int, int]]:
+        """What stands between {% generation %} tags, and an end-of-turn token right behind it."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        (text,), (spans,) = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+            **self.options,
         )
+        ends = [self.control.match(text, end) for _, end in spans]
+        return [
+            (start, end_match.end() if end_match else end)
+            for (start, end), end_match in zip(spans, ends, strict=True)
+        ]
 
-    text = render(len(messages), False)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, after = render(index, True), render(index + 1, False)
-            if not (text.startswith(before) and text.startswith(after)):
-                raise Reject("template rewrites earlier turns")
-            spans.append((len(before), len(after)))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    special = set(tokenizer.all_special_ids)
-    mask = [False] * len(encoded.input_ids)
-    for start, end in spans:
-        inside = [i for i, (a, b) in enumerate(encoded.offset_mapping) if start <= a < b <= end]
-        while inside and encoded.input_ids[inside[-1]] not in special:
-            if text[slice(*encoded.offset_mapping[inside[-1]])].strip():
-                break
-            inside.pop()
-        for i in inside:
-            mask[i] = True
-    return encoded.input_ids, mask
+    def encode(self, text: str, edges: list[int] = ()) -> tuple[list[int], np.ndarray]:
+        """Tokens of a rendered text, and where each begins in it (int64 [n]).
+
+        The template writes its own BOS, so the tokenizer must not add another. Stand-ins become
+        what they stand for, as plain text. A tokenizer that tells no offsets, and a text with
+        stand-ins, are encoded piece by piece between `edges` and control tokens.
+        """
+        if self.tokenizer.is_fast and not self.stand_in.search(text):
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return encoded.input_ids, np.array([a for a, _ in encoded.offset_mapping], np.int64)
+        cuts = {0, len(text), *edges}
+        for match in self.control.finditer(text):
+            cuts |= set(match.span())
+        cuts = sorted(cuts)
+        ids, starts = [], []
+        for start, end in itertools.pairwise(cuts):
+            piece = text[start:end]
+            if self.control.fullmatch(piece):
+                found = [self.tokenizer.convert_tokens_to_ids(piece)]
+            else:
+                for word, stand_in in self.stand_ins.items():
+                    piece = piece.replace(stand_in, word)
+                found = self.tokenizer(
+                    piece, add_special_tokens=False, split_special_tokens=True
+                ).input_ids
+            ids += found
+            starts += [start] * len(found)
+        return ids, np.array(starts, np.int64)
+
+    def prompt(self, messages: list[dict], tools=None) -> Row:
+        """The tokens that a server would send to the verifier to answer `messages`."""
+        messages, control = self.prepared(messages)
+        text = self.render(messages, tools)
+        for message in messages:
+            self.check_present(message, text)
+        ids, _ = self.encode(text)
+        return Row(ids, [False] * len(ids), control=control)
+
+    def answers(self, messages: list[dict], tools=None, max_length: int = 2**40) -> Row:
+        """A conversation's tokens, the assistant's marked, cut to `max_length`.
+
+        Whole turns are kept from the front; where not even the first answer fits, it is cut.
+
+        Raises:
+            Reject: as `rendered`; or no answer, or none that begins within `max_length`.
+        """
+        last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+        if last < 0:
+            raise Reject("no answer")
+        messages, control = self.prepared(messages[: last + 1])
+        ends = [i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"]
+
+        def length(end: int) -> int:
+            return len(self.encode(self.render(messages[:end], tools, prompt=False))[0])
+
+        fit = len(ends)
+        if length(ends[-1]) > max_length:
+            fit = bisect.bisect_right(ends, max_length, hi=len(ends) - 1, key=length)
+        row = self.masked(self.rendered(messages[: ends[max(fit, 1) - 1]], tools))
+        row.truncated, row.control = fit < len(ends), control
+        row.ids, row.mask = row.ids[:max_length], row.mask[:max_length]
+        return row
+
+    def masked(self, rendered: Rendered) -> Row:
+        """Tokens and mask of a rendered conversation: each answer to its end-of-turn token, which
+        was not written where a limit cut the answer. What the template adds after that is not
+        generated."""
+        edges = [edge for span in rendered.spans for edge in span]
+        ids, starts = self.encode(rendered.text, edges)
+        mask = [False] * len(ids)
+        for number, (start, end) in enumerate(rendered.spans):
+            first, last = np.searchsorted(starts, [start, end]).tolist()
+            # Byte-level tokenizers split a character into tokens of one offset; none straddles.
+            while last > first and ids[last - 1] not in self.special:
+                after = starts[last] if last < len(ids) else len(rendered.text)
+                if rendered.text[starts[last - 1] : after].strip():
+                    break
+                last -= 1
+            if rendered.cut and number + 1 == len(rendered.spans):
+                while last > first and ids[last - 1] in self.special:
+                    last -= 1
+            mask[first:last] = [True] * (last - first)
+        return Row(ids, mask, lost=rendered.lost)
+
+    def show(self, ids: list[int], mask: list[bool]) -> str:
+        """The row as text, its supervised tokens between » and «."""
+        edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+        parts = []
+        for start, end in itertools.pairwise(edges):
+            text = self.tokenizer.decode(ids[start:end])
+            parts.append(f"»{text}«" if mask[start] else text)
+        return "".join(parts)
+
+
+def wrote(message: dict) -> str:
+    """What must be found of a message where it is rendered: its text, without the thinking that
+    many templates move or drop."""
+    return message["content"].rsplit("</think>", 1)[-1].strip()
+
+
+def name_of(tool: dict) -> str:
+    return str(tool.get("function", tool).get("name", ""))

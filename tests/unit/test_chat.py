@@ -1,73 +1,227 @@
+import datetime
+
 import pytest
 import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from templates import CHATML, FAMILIES, TAGGED
 
-from eyrie.chat import (
-    Reject,
-    answer_mask,
-    conversation_id,
-    is_held_out,
-    messages_of,
-    prompt_ids,
-)
+from eyrie.chat import Chat, is_held_out
+from eyrie.conversations import Conversation, Reject, read_conversation
 
-OK = {"from": "human", "value": "hi"}
-
-
-def test_layouts_give_the_same_conversation():
-    share = {"conversations": [OK, {"from": "gpt", "value": "yes"}]}
-    openai = {
-        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    }
-    assert messages_of(share) == messages_of(openai)
-    assert conversation_id(messages_of(share)) == conversation_id(messages_of(openai))
+CHATS = {
+    name: Chat(tiny.make_tokenizer(template, control, bos, eos))
+    for name, (template, control, bos, eos, *_) in FAMILIES.items()
+}
 
 
-@pytest.mark.parametrize(
-    "row, reason",
-    [
-        ([], "not an object"),
-        ({}, "no turns"),
-        ({"conversations": []}, "no turns"),
-        ({"conversations": "hi"}, "no turns"),
-        ({"conversations": ["hi"]}, "turn is not an object"),
-        ({"conversations": [{"from": "function", "value": "x"}]}, "unknown role"),
-        ({"conversations": [{"from": "human", "value": None}]}, "turn without text"),
-        ({"conversations": [{"from": "human", "value": "  "}]}, "turn without text"),
-    ],
-)
-def test_rows_that_cannot_be_used(row, reason):
-    with pytest.raises(Reject, match=reason):
-        messages_of(row)
+def talk(*turns: str, system: str | None = None) -> list[dict]:
+    roles = ("user", "assistant")
+    head = [{"role": "system", "content": system}] if system else []
+    return head + [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]
 
 
-def test_lone_surrogates_are_repaired():
-    (message,) = messages_of({"conversations": [{"from": "human", "value": "bad \ud83d end"}]})
-    assert message["content"].encode() == b"bad ? end"
+def supervised(chat: Chat, row) -> str:
+    return chat.tokenizer.decode([i for i, m in zip(row.ids, row.mask, strict=True) if m])
 
 
-def test_mask_is_the_answers_and_their_end_of_turn():
-    tokenizer = tiny.make_tokenizer()
-    messages = [
-        {"role": "user", "content": "the owl"},
-        {"role": "assistant", "content": "sees a mouse"},
-        {"role": "user", "content": "the owl"},
-        {"role": "assistant", "content": "the owl"},
-    ]
-    ids, mask = answer_mask(tokenizer, messages)
-    written = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
-    assert written == "sees a mouse<|im_end|>the owl<|im_end|>"
-    assert ids[: len(prompt_ids(tokenizer, messages[:1]))] == prompt_ids(tokenizer, messages[:1])
+WORDS = [*(w for _, control, *_ in FAMILIES.values() for w in control), "</think>", "None", "\n"]
+TEXT = st.lists(
+    st.sampled_from(WORDS) | st.text(st.characters(codec="utf-8"), max_size=8), min_size=1
+).map("".join)
+# What a template may trim is no part of the text; a thinking answer is another test.
+TEXT = TEXT.map(lambda t: t.replace("</think>", "/think").strip()).filter(bool)
 
 
-def test_template_that_rewrites_earlier_turns_is_refused():
-    template = "{{ messages | length }} turns\n" + tiny.CHATML
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(Reject, match="rewrites"):
-        answer_mask(tiny.make_tokenizer(template), messages)
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(TEXT, min_size=2, max_size=7), system=st.none() | TEXT)
+def test_supervised_text_is_what_the_assistant_wrote(name, turns, system):
+    """Whatever is said, control tokens of any family included."""
+    chat, end = CHATS[name], FAMILIES[name][4]
+    row = chat.answers(talk(*turns, system=system))
+    wrote = "".join((" " if name == "mistral" else "") + t + end for t in turns[1::2])
+    assert supervised(chat, row) == wrote
+    # A token that forges a turn would be one more of its kind.
+    plain = chat.answers(talk(*("x" for _ in turns), system=system and "x"))
+    special = chat.special
+    assert [i for i in row.ids if i in special] == [i for i in plain.ids if i in special]
+    words = FAMILIES[name][1]
+    assert row.control == any(
+        w in t for w in words for t in [*turns[: len(turns) // 2 * 2], system or ""]
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompt_begins_the_row(name):
+    chat = CHATS[name]
+    messages = talk("the owl", "sees <|eot_id|></s>", "a mouse", "run")
+    row = chat.answers(messages)
+    for end in (1, 3):
+        prompt = chat.prompt(messages[:end])
+        assert row.ids[: len(prompt.ids)] == prompt.ids and not any(prompt.mask)
+        assert row.mask[len(prompt.ids)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_bos(name):
+    chat = CHATS[name]
+    if FAMILIES[name][2] != "<|im_start|>":
+        ids = chat.answers(talk("a", "b")).ids
+        assert ids.count(chat.tokenizer.bos_token_id) == 1 and ids[0] == chat.tokenizer.bos_token_id
+
+
+def test_answers_that_repeat_the_question():
+    row = CHATS["chatml"].answers(talk("OK", "OK", "OK", "OK"))
+    assert supervised(CHATS["chatml"], row) == "OK<|im_end|>OK<|im_end|>"
+    assert sum(row.mask) == 2 * sum(CHATS["chatml"].answers(talk("OK", "OK")).mask)
+
+
+def test_generation_tags_are_used_and_the_end_of_turn_added():
+    chat = Chat(tiny.make_tokenizer(TAGGED))
+    assert chat.tags
+    row = chat.answers(talk("the owl", "sees", "a mouse", "run"))
+    assert supervised(chat, row) == "sees<|im_end|>run<|im_end|>"
+
+
+def test_a_cut_answer_has_no_end_of_turn():
+    messages = talk("the owl", "sees a", "mouse", "run over")
+    messages[-1]["cut"] = True
+    row = CHATS["chatml"].answers(messages)
+    assert supervised(CHATS["chatml"], row) == "sees a<|im_end|>run over"
+
+
+def test_thinking_is_supervised_where_it_is_repeated():
+    chat = CHATS["qwen3"]
+    messages = talk("owl?", "<think>\nreal\n</think>\n\nx")
+    assert supervised(chat, chat.answers(messages)) == "<think>\nreal\n</think>\n\nx<|im_end|>"
+    told = talk("owl?", "x")
+    told[1]["reasoning_content"] = "real"
+    assert chat.answers(told).ids == chat.answers(messages).ids
+    # Of two thinking answers the template repeats the last; the first is context.
+    both = chat.answers([*messages, *talk("mouse?", "<think>\nmore\n</think>\n\ny")])
+    assert supervised(chat, both) == "<think>\nmore\n</think>\n\ny<|im_end|>"
+    assert both.lost == 1
+    assert "real" not in chat.tokenizer.decode(both.ids)
+
+
+def test_reasoning_that_the_template_ignores_rejects_the_row():
+    messages = talk("owl?", "x")
+    messages[1]["reasoning_content"] = "real"
+    with pytest.raises(Reject, match="leaves out the reasoning"):
+        CHATS["chatml"].answers(messages)
+
+
+TOOL_TALK = [
+    {"role": "user", "content": "weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "look", "arguments": '{"city": "Paris"}'}}],
+    },
+    {"role": "tool", "content": "sun"},
+    {"role": "assistant", "content": "It is sunny."},
+]
+
+
+def test_tool_calls_are_supervised_and_results_are_not():
+    chat = CHATS["qwen3"]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    conversation = read_conversation({"messages": TOOL_TALK, "tools": tools})
+    row = chat.answers(conversation.messages, conversation.tools)
+    wrote = supervised(chat, row)
+    assert '{"name": "look", "arguments": {"city": "Paris"}}' in wrote
+    assert "It is sunny." in wrote and "sun\n" not in wrote and "weather" not in wrote
+    text = chat.tokenizer.decode(row.ids)
+    assert "<tool_response>\nsun\n</tool_response>" in text and "# Tools" in text
+    assert "None" not in text and "null" not in text
+
+
+def test_a_template_without_tools_rejects_them():
+    messages = read_conversation({"messages": TOOL_TALK}).messages
+    with pytest.raises(Reject, match="leaves out a tool call"):
+        CHATS["chatml"].answers(messages)
+    with pytest.raises(Reject, match="leaves out the tools"):
+        CHATS["chatml"].answers(talk("a", "b"), [{"name": "look"}])
+
+
+def test_role_order_and_rewriting_templates_reject_with_a_reason():
+    with pytest.raises(Reject, match="roles must alternate"):
+        CHATS["mistral"].answers(talk("a", "b") + talk("c", "d")[1:])
+    chat = Chat(tiny.make_tokenizer("{{ messages | length }} turns\n" + CHATML))
+    with pytest.raises(Reject, match="rewrites earlier turns"):
+        chat.answers(talk("a", "b", "c", "d"))
+
+
+@pytest.mark.parametrize("rule, start", [("merge", "owl\n\na"), ("drop", "a")])
+def test_system_turns_of_a_template_that_takes_none(rule, start):
+    template, control, bos, eos, *_ = FAMILIES["gemma"]
+    chat = Chat(tiny.make_tokenizer(template, control, bos, eos), system=rule)
+    text = chat.tokenizer.decode(chat.answers(talk("a", "b", system="owl")).ids)
+    assert f"user\n{start}<end_of_turn>" in text
+    chat.system = "reject"
+    with pytest.raises(Reject, match="takes no system turn"):
+        chat.answers(talk("a", "b", system="owl"))
+
+
+def test_a_template_that_writes_the_date_is_told_one(monkeypatch):
+    template, control, bos, eos, *_ = FAMILIES["llama3"]
+    chat = Chat(tiny.make_tokenizer(template, control, bos, eos), date="2026-03-01")
+    text = chat.tokenizer.decode(chat.answers(talk("a", "b")).ids)
+    assert "Today: 01 Mar 2026" in text
+    assert datetime.date.today().strftime("%d %b %Y") not in text
+
+
+def test_truncation_keeps_whole_turns_and_cuts_only_a_first_answer():
+    chat = CHATS["chatml"]
+    messages = talk("the owl", "sees a mouse", "run", "over grass " * 10)
+    first = chat.answers(messages[:2])
+    row = chat.answers(messages, max_length=len(first.ids) + 8)
+    assert (row.ids, row.mask, row.truncated) == (first.ids, first.mask, True)
+    whole = chat.answers(messages[2:])
+    start = whole.mask.index(True)
+    row = chat.answers(messages[2:], max_length=start + 10)
+    assert len(row.ids) == len(row.mask) == start + 10 and row.mask[start:] == [True] * 10
+    assert not any(chat.answers(messages[2:], max_length=start).mask)
+
+
+class Slow:
+    """A tokenizer that tells no offsets, as those of custom code."""
+
+    is_fast = False
+
+    def __init__(self, fast):
+        self.fast = fast
+
+    def __getattr__(self, name):
+        return getattr(self.fast, name)
+
+    def __call__(self, text, return_offsets_mapping=False, **options):
+        assert not return_offsets_mapping
+        return self.fast(text, **options)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "deepseek"])
+def test_a_tokenizer_without_offsets_gives_the_same_row(name):
+    messages = talk("the owl", "sees a mouse", "run", "over grass")
+    slow = Chat(Slow(CHATS[name].tokenizer)).answers(messages)
+    assert slow == CHATS[name].answers(messages)
+
+
+def test_show_marks_what_is_supervised():
+    chat = CHATS["chatml"]
+    row = chat.answers(talk("the owl", "sees"))
+    assert "assistant\n»sees<|im_end|>«\n" in chat.show(row.ids, row.mask)
+
+
+def test_identity_follows_the_template_and_its_options():
+    one, other = Chat(tiny.make_tokenizer()), Chat(tiny.make_tokenizer(CHATML + " "))
+    assert one.identity() == Chat(tiny.make_tokenizer()).identity() != other.identity()
+    assert one.identity() != Chat(tiny.make_tokenizer(), date="2026-01-02").identity()
 
 
 def test_split_is_a_matter_of_the_id_alone():
-    ids = [conversation_id([{"role": "user", "content": str(i)}]) for i in range(2000)]
+    ids = [Conversation([{"role": "user", "content": str(i)}]).id for i in range(2000)]
     held_out = [is_held_out(i, 0.05) for i in ids]
     assert 60 < sum(held_out) < 140
     assert [is_held_out(i, 0.05) for i in ids[::-1]] == held_out[::-1]

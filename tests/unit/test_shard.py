@@ -1,4 +1,3 @@
-import gzip
 import json
 import subprocess
 import sys
@@ -8,17 +7,46 @@ import pytest
 import tiny
 
 from eyrie.shards import read_rows
-from shard import DataError, read_conversations
 
 SCRIPT = Path(__file__).parents[2] / "scripts/shard.py"
 
 
-def shard(inputs: Path, out: Path, conversations: Path, limit: int, *options: str):
+def shard(inputs: Path, out: Path, conversations: Path, limit: int | None, *options: str):
     command = [sys.executable, str(SCRIPT), "--conversations", str(conversations)]
-    command += ["--tokenizer", str(inputs / "verifier"), "--out", str(out), "--limit", str(limit)]
+    command += ["--tokenizer", str(inputs / "verifier"), "--out", str(out)]
+    command += ["--limit", str(limit)] if limit else []
     command += ["--benchmark", str(inputs / "prompts.jsonl"), "--shard-size", "10"]
     command += ["--max-length", "64", "--max-new-tokens", "16", *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def account(out: Path) -> dict:
+    """shards.json, after a look at whether it adds up."""
+    found = json.loads((out / "shards.json").read_text())
+    rejects = [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
+    assert found["read"] == found["kept"] + found["rejected"]
+    assert found["rejected"] == sum(found["reasons"].values()) == len(rejects)
+    for key in ("read", "kept", "rejected"):
+        assert found[key] == sum(source[key] for source in found["sources"].values())
+    shards = [read_rows(path) for path in sorted((out / "shards").glob("*"))]
+    assert found["kept"] == sum(map(len, shards))
+    assert found["tokens"] == sum(len(rows.input_ids) for rows in shards)
+    assert found["supervised_tokens"] == sum(int(rows.loss_mask.sum()) for rows in shards)
+    return found | {"rejects": rejects}
+
+
+def write(path: Path, *rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def talk(*texts: str, **more) -> dict:
+    names = ("human", "gpt")
+    turns = [{"from": names[i % 2], "value": text} for i, text in enumerate(texts)]
+    return {"conversations": turns, **more}
+
+
+DATASET = ("--answers", "dataset")
 
 
 def test_a_larger_selection_begins_with_the_same_shards(inputs, tmp_path):
@@ -46,20 +74,23 @@ def test_every_row_is_accounted_for(inputs, tmp_path):
     ]
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(rows))
-    done = shard(inputs, tmp_path / "out", path, 3)
+    done = shard(inputs, tmp_path / "out", path, 4)
     assert done.returncode == 0, done.stderr
-    account = json.loads((tmp_path / "out/shards.json").read_text())
-    assert account["read"] == 8 and account["kept"] == 3 and account["rejected"] == 5
-    assert account["leading_answers_dropped"] == 1
-    assert account["reasons"] == {
+    found = account(tmp_path / "out")
+    assert (found["read"], found["kept"], found["rejected"]) == (8, 4, 4)
+    assert found["leading_answers_dropped"] == found["control_tokens_in_text"] == 1
+    assert found["duplicates"] == 1
+    assert found["reasons"] == {
         "duplicate": 1,
         "no turns": 1,
         "benchmark prompt": 1,
-        "control token in the text": 1,
         "prompt too long": 1,
     }
-    rejects = (tmp_path / "out/rejects.jsonl").read_text().splitlines()
-    assert [json.loads(line)["id"] for line in rejects] == [2, 3, 5, 6, 7]
+    assert [reject["id"] for reject in found["rejects"]] == ["2", "3", "5", "7"]
+    content = path.read_bytes()
+    for reject in found["rejects"]:
+        row = json.JSONDecoder().raw_decode(content[reject["offset"] :].decode())[0]
+        assert str(row["id"]) == reject["id"] and rows[reject["row"]] == row
 
 
 def test_too_few_rows_is_an_error_with_the_table(inputs, tmp_path):
@@ -68,32 +99,116 @@ def test_too_few_rows_is_an_error_with_the_table(inputs, tmp_path):
     done = shard(inputs, tmp_path / "out", path, 2)
     assert done.returncode == 1
     assert "2 usable conversations asked for, 0 found among 3 read" in done.stderr
+    assert "no turns" in done.stderr
     assert "3  no turns" in done.stderr
     assert not (tmp_path / "out/shards.json").exists()
 
 
-ROWS = [{"id": i, "text": "x" * i} for i in range(5)]
+def test_processes_change_no_byte(inputs, tmp_path):
+    rows = [talk(tiny.sentence(i), tiny.sentence(i + 1), id=i) for i in range(60)]
+    rows[7] = rows[8] = {"messages": []}
+    path = write(tmp_path / "rows.jsonl", *rows)
+    outs = [tmp_path / n for n in ("1", "3")]
+    for out in outs:
+        done = shard(inputs, out, path, None, *DATASET, "--processes", out.name)
+        assert done.returncode == 0, done.stderr
+        account(out)
+    for name in ["rejects.jsonl", *(f"shards/{i:05d}.safetensors" for i in range(6))]:
+        assert (outs[0] / name).read_bytes() == (outs[1] / name).read_bytes(), name
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("array.json", json.dumps(ROWS).encode()),
-        ("array.jsonl", json.dumps(ROWS).encode()),
-        ("lines.json", "\n".join(map(json.dumps, ROWS)).encode()),
-        ("bom.jsonl", b"\xef\xbb\xbf" + "\r\n".join(map(json.dumps, ROWS)).encode()),
-        ("zip.jsonl.gz", gzip.compress("\n".join(map(json.dumps, ROWS)).encode())),
-    ],
-)
-def test_arrays_and_lines_under_any_name(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    assert list(read_conversations(tmp_path / name)) == ROWS
+def test_copies_under_other_ids_are_one_and_a_shared_id_is_no_matter(inputs, tmp_path):
+    rows = [talk("the owl", tiny.sentence(i), id=f"{i}.{n}") for n in range(3) for i in range(10)]
+    rows += [talk("a mouse", "runs over grass", id="0.0"), talk("a mouse", "waits on a branch")]
+    done = shard(inputs, tmp_path / "out", write(tmp_path / "r.jsonl", *rows), None, *DATASET,
+                 "--max-reject-fraction", "0.7")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = account(tmp_path / "out")
+    assert (found["kept"], found["duplicates"]) == (12, 20)
 
 
-def test_a_file_cut_off_is_named_after_its_whole_rows(tmp_path):
+def test_several_sources_each_have_an_account(inputs, tmp_path):
+    write(tmp_path / "a.jsonl", talk("the owl", "sees a mouse"), {"messages": []})
+    (tmp_path / "more").mkdir()
+    write(tmp_path / "more/b.jsonl", {"prompt": "the owl", "response": "waits on its branch"})
+    write(tmp_path / "more/c.json", talk("the owl", "sees a mouse"))
+    command = (str(tmp_path / "more"), "--source-name", "first", "second")
+    done = shard(inputs, tmp_path / "out", tmp_path / "a.jsonl", None, *DATASET,
+                 "--conversations", str(tmp_path / "a.jsonl"), *command)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = account(tmp_path / "out")
+    assert found["sources"] == {
+        "first": {"read": 2, "kept": 1, "rejected": 1, "reasons": {"no turns": 1}},
+        "second": {"read": 2, "kept": 1, "rejected": 1, "reasons": {"duplicate": 1}},
+    }
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_broken_file_stops_unless_its_rows_are_wanted(inputs, tmp_path, keep):
+    good = [talk("the owl", tiny.sentence(i)) for i in range(4)]
     path = tmp_path / "cut.json"
-    path.write_text(json.dumps(ROWS)[:-20])
-    rows = read_conversations(path)
-    with pytest.raises(DataError, match=r"cut.json: broken JSON .* after 4 whole rows"):
-        for _ in range(9):
-            next(rows)
+    path.write_text(json.dumps(good)[:-30])
+    options = [*DATASET, "--on-bad-file", "keep"] if keep else DATASET
+    done = shard(inputs, tmp_path / "out", path, None, *options)
+    assert "cut.json: broken at byte" in done.stderr and "after 3 whole rows" in done.stderr
+    assert done.returncode == (0 if keep else 1)
+    if keep:
+        (bad,) = account(tmp_path / "out")["bad_files"]
+        assert (bad["file"], bad["rows"]) == ("cut.json", 3) and bad["offset"] > 0
+    else:
+        assert not (tmp_path / "out/shards.json").exists()
+
+
+def test_truncation_that_leaves_no_answer_rejects(inputs, tmp_path):
+    long = talk("grass " * 200, "the owl waits")
+    good = [talk("the owl", tiny.sentence(i)) for i in range(9)]
+    path = write(tmp_path / "rows.jsonl", long, *good)
+    done = shard(inputs, tmp_path / "out", path, None, *DATASET)
+    assert done.returncode == 0, done.stderr
+    assert account(tmp_path / "out")["reasons"] == {"too few supervised tokens": 1}
+    done = shard(inputs, tmp_path / "alone", write(tmp_path / "l.jsonl", long), None, *DATASET)
+    assert done.returncode == 1 and "1  too few supervised tokens" in done.stderr
+
+
+def test_rows_without_an_answer_and_a_reason_of_too_many(inputs, tmp_path):
+    rows = [talk("the owl") for _ in range(20)]
+    path = write(tmp_path / "rows.jsonl", *rows, *(talk("a", tiny.sentence(i)) for i in range(5)))
+    done = shard(inputs, tmp_path / "out", path, None, *DATASET)
+    assert done.returncode == 1
+    assert "20 rows were rejected for one reason (no answer)" in done.stderr
+    assert "max_reject_fraction" in done.stderr
+
+
+def test_an_answer_and_a_later_question_without_one(inputs, tmp_path):
+    path = write(tmp_path / "rows.jsonl", talk("the owl", "waits on a branch", "and then"))
+    done = shard(inputs, tmp_path / "out", path, None, *DATASET)
+    assert done.returncode == 0, done.stderr
+    assert "waits on a branch<|im_end|>«" in done.stdout and "and then" not in done.stdout
+
+
+def test_tokenised_rows_are_taken_as_they_are(inputs, tmp_path):
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9, 10], "loss_mask": [0, 0, 1, 1, 1, 1]},
+        {"input_ids": [5, 10**6], "loss_mask": [1, 1]},
+        {"input_ids": list(range(100)), "loss_mask": [1] * 100},
+    ]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    done = shard(inputs, tmp_path / "out", path, None, *DATASET)
+    assert done.returncode == 0, done.stderr
+    found = account(tmp_path / "out")
+    assert found["reasons"] == {"token id beyond the tokenizer's vocabulary": 1}
+    assert found["truncated"] == 1
+    kept = read_rows(tmp_path / "out/shards/00000.safetensors")
+    assert kept.row(0).tolist() == rows[0]["input_ids"] and kept.lengths == [6, 64]
+    assert kept.loss_mask[:6].tolist() == [False, False, True, True, True, True]
+
+
+def test_show_prints_any_row(inputs, tmp_path):
+    path = write(tmp_path / "r.jsonl", *(talk("the owl", tiny.sentence(i)) for i in range(15)))
+    assert shard(inputs, tmp_path / "out", path, None, *DATASET).returncode == 0
+    command = [sys.executable, str(SCRIPT), "--tokenizer", str(inputs / "verifier")]
+    command += ["--out", str(tmp_path / "out"), "--show"]
+    done = subprocess.run([*command, "12"], capture_output=True, text=True, check=True)
+    assert f"»{tiny.sentence(12)}<|im_end|>«" in done.stdout
+    done = subprocess.run([*command, "15"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "15 rows, numbered from 0" in done.stderr

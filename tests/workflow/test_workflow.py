@@ -302,8 +302,11 @@ def test_mistakes_are_told_before_anything_runs(job, arguments, message):
 @pytest.mark.parametrize(
     "config, message",
     [
-        ("conversations={source: 'path:inputs/none.jsonl'}", "there is no such file"),
-        ("conversations={sha256: %s}" % ("0" * 63 + "a"), "the config says 0000"),
+        ("conversations={source: 'path:inputs/none.jsonl'}", "no such file"),
+        (
+            "conversations={source: 'path:inputs/conversations.jsonl', sha256: %s}" % ("0" * 64),
+            "the config says 0000",
+        ),
         ("verifier={source: 'path:inputs/bare'}", "no chat template"),
         ("verifier={source: 'hf:someone/model@main'}", "Is there a network"),
         ("data={tiny: {conversations: 4000}}", "4,000 usable conversations asked for"),

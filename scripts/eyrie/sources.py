@@ -1,0 +1,163 @@
+"""Rows of conversation files, one at a time, whatever the files are called or packed in."""
+
+import codecs
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+# Bytes read at a time; a longer row doubles it.
+CHUNK = 1 << 20
+# No conversation is this long: a quote is missing, and the rest of the file would be one string.
+MAX_ROW = 1 << 28
+BETWEEN = re.compile(r"[\s,\ufeff]*")
+# A literal, an escape or a surrogate pair cut by the buffer's end fails so far before it.
+LONGEST_TOKEN = 12
+# Files of a folder that may hold conversations.
+ENDINGS = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
+
+
+class DataError(Exception):
+    """Input that stops the job; the message names the file and the way out."""
+
+
+class BrokenFile(DataError):
+    """A file that cannot be read to its end."""
+
+    def __init__(self, path: Path, rows: int, offset: int | None, why: str):
+        self.rows, self.offset, self.why = rows, offset, why
+        place = "" if offset is None else f" at byte {offset:,}"
+        super().__init__(
+            f"{path}: broken{place} after {rows:,} whole rows ({why}). Repair the file, ask for "
+            "no more rows than it holds, or set shard.on_bad_file: keep to go on without the rest"
+        )
+
+
+def expand(pattern: str | Path) -> list[Path]:
+    """The files that a file's name, a folder (its whole tree) or a glob stands for, sorted.
+
+    Raises:
+        DataError: there are none.
+    """
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = [p for p in path.rglob("*") if p.suffix in ENDINGS]
+    else:
+        root = Path(path.anchor)
+        found = list(root.glob(str(path.relative_to(root))))
+    found = sorted(p for p in found if p.is_file())
+    if not found:
+        raise DataError(f"{pattern}: no such file, and no folder or pattern that holds any")
+    return found
+
+
+def unpacked(path: Path):
+    """The file opened for reading, gzip and zstd undone; told by content, not by name."""
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    if magic[:2] == b"\x1f\x8b":
+        return gzip.open(path)
+    if magic == b"\x28\xb5\x2f\xfd":
+        return zstandard.open(path, "rb")
+    return open(path, "rb")
+
+
+def read_rows(path: Path) -> Iterator[tuple[int | None, object]]:
+    """Yield (byte offset, row) of a Parquet file, a JSON array, JSON lines, or JSON objects one
+    after another. Offsets are those of the unpacked text; Parquet has none.
+
+    Memory is bounded by the largest row, whatever the file's size.
+
+    Raises:
+        BrokenFile: the file is none of these, or is damaged or cut off.
+    """
+    with open(path, "rb") as file:
+        parquet = file.read(4) == b"PAR1"
+    return parquet_rows(path) if parquet else json_rows(path)
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[None, dict]]:
+    rows = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=64):
+                for row in batch.to_pylist():
+                    rows += 1
+                    yield None, row
+    except (pa.ArrowException, OSError) as error:
+        raise BrokenFile(path, rows, None, str(error).splitlines()[0]) from error
+
+
+def json_rows(path: Path) -> Iterator[tuple[int, object]]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    parse = json.JSONDecoder().raw_decode
+    buffer, start, offset, rows, chunk = "", 0, 0, 0, CHUNK
+    ended = array = closed = False
+
+    with unpacked(path) as file:
+
+        def read() -> None:
+            nonlocal buffer, start, ended
+            try:
+                data = file.read(chunk)
+                buffer, start = buffer[start:] + decoder.decode(data, final=not data), 0
+            except UnicodeDecodeError as error:
+                raise BrokenFile(path, rows, offset, f"not UTF-8: {error.reason}") from error
+            except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+                raise BrokenFile(path, rows, offset, f"cannot be unpacked: {error}") from error
+            ended = not data
+
+        def skip(end: int) -> None:
+            nonlocal start, offset
+            offset += len(buffer[start:end].encode())
+            start = end
+
+        while True:
+            skip(BETWEEN.match(buffer, start).end())
+            if start == len(buffer):
+                if ended:
+                    break
+                read()
+                continue
+            if closed:
+                raise BrokenFile(path, rows, offset, "text after the array's end")
+            if buffer[start] == "[" and not array and not rows:
+                array = True
+                skip(start + 1)
+                continue
+            if buffer[start] == "]" and array:
+                closed = True
+                skip(start + 1)
+                continue
+            try:
+                value, end = parse(buffer, start)
+                # A number or word may go on behind the buffer's end.
+                whole = end < len(buffer) or isinstance(value, (dict, list))
+                fault, why = end, ""
+            except json.JSONDecodeError as error:
+                near_end = error.pos > len(buffer) - LONGEST_TOKEN
+                whole = not (near_end or error.msg.startswith("Unterminated string"))
+                fault, why = error.pos, error.msg
+            except (ValueError, RecursionError) as error:
+                whole, fault, why = True, start, str(error)
+            if not whole and not ended and len(buffer) - start < MAX_ROW:
+                chunk = max(CHUNK, len(buffer) - start)
+                read()
+                continue
+            if why:
+                skip(fault)
+                raise BrokenFile(path, rows, offset, why)
+            chunk = CHUNK
+            rows += 1
+            yield offset, value
+            skip(end)
+    if array and not closed:
+        raise BrokenFile(path, rows, offset, "cut off: the array is not closed")

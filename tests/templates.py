@@ -1,0 +1,119 @@
+"""Chat templates of six families, written for the tests: what each does to its messages is what
+its model's own does."""
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Trims, and writes the date.
+LLAMA3 = (
+    "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\n"
+    "Today: {{ strftime_now('%d %b %Y') }}<|eot_id|>"
+    "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+# Drops the thinking of answers before the last user turn; renders tools, calls and results.
+QWEN3 = """\
+{%- if tools %}<|im_start|>system
+# Tools{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- set content = m.content %}
+{%- set thinking = m.reasoning_content or '' %}
+{%- if not thinking and '</think>' in content %}
+{%- set thinking = content.split('</think>')[0].split('<think>')[-1] %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}
+{%- endif %}
+{{- '<|im_start|>assistant\n' }}
+{%- if loop.index0 > ns.last and thinking %}
+{{- '<think>\n' + thinking.strip('\n') + '\n</think>\n\n' }}
+{%- endif %}
+{{- content }}
+{%- for call in m.tool_calls or [] %}
+{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- elif m.role == 'tool' %}
+{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
+{%- else %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+# No newline anywhere; what precedes </think> is dropped from every answer that is not the last.
+DEEPSEEK = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ m['content'] }}"
+    "{% elif m['role'] == 'user' %}<｜User｜>{{ m['content'] }}"
+    "{% else %}<｜Assistant｜>"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
+# Raises unless user and assistant take turns; a system turn goes into the first user turn.
+MISTRAL = """\
+{{- bos_token }}
+{%- set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
+{%- for m in (messages[1:] if system else messages) %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate user/assistant/user/assistant/...') }}
+{%- elif m.role == 'user' %}
+{{- '[INST] ' + (system if loop.first else '') + m.content + '[/INST]' }}
+{%- else %}{{- ' ' + m.content + eos_token }}
+{%- endif %}
+{%- endfor %}"""
+# Takes no system turn, trims, and ends turns with a token that is not the tokenizer's eos.
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+# As templates are written for training: what the assistant wrote stands between tags.
+TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+IM = ("<|im_start|>", "<|im_end|>")
+# name: (template, control tokens, bos, eos, end of turn, does it trim)
+FAMILIES = {
+    "chatml": (CHATML, IM, "<|im_start|>", "<|im_end|>", "<|im_end|>", False),
+    "llama3": (
+        LLAMA3,
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|begin_of_text|>",
+        "<|eot_id|>",
+        "<|eot_id|>",
+        True,
+    ),
+    "qwen3": (QWEN3, IM, "<|im_start|>", "<|im_end|>", "<|im_end|>", False),
+    "deepseek": (
+        DEEPSEEK,
+        ("<bos>", "<｜User｜>", "<｜Assistant｜>", "<｜end｜>"),
+        "<bos>",
+        "<｜end｜>",
+        "<｜end｜>",
+        False,
+    ),
+    "mistral": (MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), "<s>", "</s>", "</s>", False),
+    "gemma": (
+        GEMMA,
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+        "<bos>",
+        "<eos>",
+        "<end_of_turn>",
+        True,
+    ),
+}

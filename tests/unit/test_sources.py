@@ -1,0 +1,130 @@
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import zstandard
+
+from eyrie.sources import CHUNK, BrokenFile, DataError, expand, read_rows
+
+ROWS = [{"id": i, "turns": [{"from": "human", "value": "ö🦉" * i}]} for i in range(5)]
+ARRAY = json.dumps(ROWS).encode()
+LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("array.json", ARRAY),
+        ("array.jsonl", ARRAY),
+        ("indented.json", json.dumps(ROWS, indent=2).encode()),
+        ("lines.jsonl", LINES),
+        ("lines.json", LINES + b"\n\n"),
+        ("objects.json", "\n".join(json.dumps(row, indent=1) for row in ROWS).encode()),
+        ("bom.json", b"\xef\xbb\xbf" + ARRAY),
+        ("bom.jsonl", b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n")),
+        ("packed.jsonl.gz", gzip.compress(LINES)),
+        ("packed.json.zst", zstandard.compress(ARRAY)),
+        ("packed_without_ending", gzip.compress(ARRAY)),
+    ],
+)
+def test_forms_are_told_by_content(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    found = list(read_rows(tmp_path / name))
+    assert [row for _, row in found] == ROWS
+    plain = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+    if "zst" not in name:
+        assert [json.JSONDecoder().raw_decode(plain[at:].decode())[0] for at, _ in found] == ROWS
+
+
+def test_parquet(tmp_path):
+    pd.DataFrame(ROWS).to_parquet(tmp_path / "rows.parquet")
+    assert [row for _, row in read_rows(tmp_path / "rows.parquet")] == ROWS
+
+
+@pytest.mark.parametrize("size", [CHUNK - 40, CHUNK, 3 * CHUNK + 7])
+@pytest.mark.parametrize("array", [True, False])
+def test_rows_across_the_buffers_end(tmp_path, size, array):
+    rows = [{"text": 'a"\\🦉' * 3, "n": [1.5, True, None]}] * 4
+    rows.insert(2, {"text": "x" * size})
+    text = json.dumps(rows) if array else "\n".join(map(json.dumps, rows))
+    (tmp_path / "rows").write_text(text)
+    assert [row for _, row in read_rows(tmp_path / "rows")] == rows
+
+
+def test_every_place_of_the_buffers_end(tmp_path, monkeypatch):
+    """A row, an escape or a number cut by the buffer's end is neither broken nor another."""
+    rows = [{"a": '🦉 \\ " \n', "b": -1.5e10, "c": [True, False, None]}, {"d": 12345}]
+    monkeypatch.setattr("eyrie.sources.CHUNK", 1)
+    for text in (json.dumps(rows), "\n".join(map(json.dumps, rows)), json.dumps([1234, "x", rows])):
+        (tmp_path / "rows").write_text(text)
+        value = json.loads(text) if text[0] == "[" else rows
+        assert [row for _, row in read_rows(tmp_path / "rows")] == value
+
+
+@pytest.mark.parametrize(
+    "content, rows, offset, why",
+    [
+        (ARRAY[:-1], 5, len(ARRAY) - 1, "cut off"),
+        (b'{"a": 1}\n{"a": "the ow', 1, 15, "Unterminated string"),
+        (LINES[:-3], 4, None, ""),
+        (b'{"a": 1}\n{"a": tru}\n{"a": 2}' + b" " * 50, 1, 15, "Expecting value"),
+        (b'[{"a": 1}] []', 1, 11, "text after the array's end"),
+        (b'{"a": "\xff"}', 0, 0, "not UTF-8"),
+        (gzip.compress(LINES)[:-12], None, None, ""),
+        (zstandard.compress(LINES * 9000)[:-30], None, None, ""),
+        (b"PAR1 and then nothing", 0, None, ""),
+        (b"[" * 100_000, 0, None, "recursion"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_place(tmp_path, content, rows, offset, why):
+    path = tmp_path / "broken.json"
+    path.write_bytes(content)
+    with pytest.raises(BrokenFile, match=r"broken.json: broken .*after .* whole rows") as error:
+        list(read_rows(path))
+    assert why in error.value.why
+    assert rows is None or error.value.rows == rows
+    assert offset is None or error.value.offset == offset
+
+
+def test_folders_and_patterns(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for name in ("b.jsonl", "a.json", "deep/c.jsonl.gz", "README.md", "d.parquet"):
+        (tmp_path / name).write_bytes(b"")
+    names = ["a.json", "b.jsonl", "d.parquet", "deep/c.jsonl.gz"]
+    assert [str(p.relative_to(tmp_path)) for p in expand(tmp_path)] == names
+    assert [p.name for p in expand(tmp_path / "*.json*")] == ["a.json", "b.jsonl"]
+    assert [p.name for p in expand(f"{tmp_path}/**/*.gz")] == ["c.jsonl.gz"]
+    for missing in ("none", "*.csv"):
+        with pytest.raises(DataError, match="no such file"):
+            expand(tmp_path / missing)
+
+
+READ = """
+import resource, sys
+sys.path.insert(0, {scripts!r})
+from eyrie.sources import read_rows
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows = sum(1 for _ in read_rows(sys.argv[1]))
+print(rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_is_that_of_the_largest_row(tmp_path):
+    """300 MB of rows and one of 40 MB among them, in an array, packed."""
+    path = tmp_path / "large.json.gz"
+    row = json.dumps({"value": "the owl " * 2000})
+    with gzip.open(path, "wt", compresslevel=1) as file:
+        file.write("[" + ",".join([row] * 100) + ",")
+        file.write(json.dumps({"value": "x" * (40 << 20)}))
+        for _ in range(200):
+            file.write("," + ",".join([row] * 100))
+        file.write("]")
+    scripts = str(Path(__file__).parents[2] / "scripts")
+    command = [sys.executable, "-c", READ.format(scripts=scripts), str(path)]
+    rows, grown = map(int, subprocess.check_output(command, text=True).split())
+    assert rows == 20_101
+    assert grown * 1024 < 300e6
