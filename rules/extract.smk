@@ -29,6 +29,10 @@ for data in C.data:
             layer_ids=C.extract.layer_ids,
             answers=C.shard.answers,
             max_new_tokens=C.shard.max_new_tokens,
+            max_length=C.shard.max_length,
+            temperature=C.shard.temperature,
+            top_p=C.shard.top_p,
+            seed=C.shard.seed,
             max_model_len=C.extract.max_model_len,
             dtype=C.verifier.dtype,
             trust=flag("trust-remote-code", C.verifier.trust_remote_code),
@@ -47,6 +51,10 @@ for data in C.data:
                 --layer-ids {params.layer_ids} \
                 --answers {params.answers} \
                 --max-new-tokens {params.max_new_tokens} \
+                --max-length {params.max_length} \
+                --temperature {params.temperature} \
+                --top-p {params.top_p} \
+                --seed {params.seed} \
                 --dtype {params.dtype} \
                 --max-model-len {params.max_model_len} \
                 --gpus {resources.gpu} \

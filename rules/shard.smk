@@ -28,6 +28,7 @@ for data in C.data:
             shard_size=C.shard.shard_size,
             max_length=C.shard.max_length,
             max_new_tokens=C.shard.max_new_tokens,
+            max_turns=C.shard.max_turns,
             min_supervised_tokens=C.shard.min_supervised_tokens,
             answers=C.shard.answers,
             on_bad_file=C.shard.on_bad_file,
@@ -50,6 +51,7 @@ for data in C.data:
                 --shard-size {params.shard_size} \
                 --max-length {params.max_length} \
                 --max-new-tokens {params.max_new_tokens} \
+                --max-turns {params.max_turns} \
                 --min-supervised-tokens {params.min_supervised_tokens} \
                 --answers {params.answers} \
                 --on-bad-file {params.on_bad_file} \

@@ -7,8 +7,7 @@ differences around each request; figures are computed from the rows alone.
 
 import argparse
 import json
-import resource
-import subprocess
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from eyrie import engine
 from eyrie.files import atomic, log_line, write_json
 from eyrie.gpus import hold_gpus
+from eyrie.provenance import peak_rss_bytes, versions
 
 METHODS = ("baseline", "ngram", "eagle3")
 
@@ -81,6 +81,7 @@ def measure(method: str, args) -> dict:
 
     from eyrie.chat import Chat, load_tokenizer
 
+    args.dtype = engine.resolve_dtype(args.dtype)
     chat = Chat(load_tokenizer(args.verifier, args.trust_remote_code))
     llm = LLM(**engine.engine_arguments(args), **speculation(method, args), disable_log_stats=False)
     loaded = time.time()
@@ -123,8 +124,9 @@ def measure(method: str, args) -> dict:
                 )
     return {
         "rows": rows,
+        "dtype": args.dtype,
         "load_seconds": round(loaded - started, 2),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak_rss_bytes(),
     }
 
 
@@ -158,18 +160,30 @@ def figures(method: str, rows: list[dict], baseline: list[dict], draft_tokens: i
     }
 
 
+def measure_into(path: Path, method: str, args) -> None:
+    engine.end_with_parent()
+    write_json(path, measure(method, args))
+
+
 def run_methods(args) -> dict[str, dict]:
-    """Measure each method in a fresh process, so that none inherits another's memory."""
+    """Measure each method in a process of its own, so that none inherits another's memory.
+
+    They are forked from a server that has imported vLLM and done nothing else.
+    """
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["vllm"])
     measured = {}
     for method in METHODS:
         out = args.summary.with_name(f"{args.summary.name}.{method}.partial")
-        command = [sys.executable, __file__, *sys.argv[1:], "--method", method, "--rows", str(out)]
+        process = processes.Process(target=measure_into, args=(out, method, args))
         try:
-            done = subprocess.run(command, check=False)
-            if done.returncode:
-                raise BenchError(f"{method} ended with exit code {done.returncode}; see above")
+            process.start()
+            process.join()
+            if process.exitcode:
+                raise BenchError(f"{method} ended with exit code {process.exitcode}; see above")
             measured[method] = json.loads(out.read_text())
         finally:
+            process.kill()
             out.unlink(missing_ok=True)
     return measured
 
@@ -188,18 +202,12 @@ def main() -> None:
     parser.add_argument("--summary", type=Path, required=True, help="JSON to write")
     parser.add_argument("--measurements", type=Path, required=True, help="CSV to write")
     parser.add_argument("--log", type=Path, help="gets a JSON line a method")
-    parser.add_argument("--method", choices=METHODS, help="measure this one alone, into --rows")
-    parser.add_argument("--rows", type=Path)
     engine.add_arguments(parser)
     args = parser.parse_args()
 
+    engine.prepare(args.gpus, args.kv_cache_gib)
     started = time.time()
     try:
-        if args.method:
-            engine.prepare(args.gpus, args.kv_cache_gib)
-            args.dtype = engine.resolve_dtype(args.dtype)
-            write_json(args.rows, measure(args.method, args))
-            return
         read_prompts(args.prompts, args.num_prompts)
         _lock = hold_gpus(args.gpus)
         measured = run_methods(args)
@@ -207,8 +215,6 @@ def main() -> None:
         sys.exit(f"bench: {error}")
 
     import pandas as pd
-
-    from eyrie.provenance import versions
 
     baseline = measured["baseline"]["rows"]
     methods, rows = [], []
@@ -235,7 +241,7 @@ def main() -> None:
             },
             "methods": methods,
             "settings": {
-                "dtype": engine.resolve_dtype(args.dtype),
+                "dtype": measured["baseline"]["dtype"],
                 "temperature": 0.0,
                 **{
                     key: getattr(args, key)

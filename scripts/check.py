@@ -8,7 +8,6 @@ read. Every epoch in the folder is checked.
 
 import argparse
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors import safe_open
 
 from eyrie.draft import expected_tensors
 from eyrie.files import log_line, write_json
+from eyrie.provenance import peak_rss_bytes
 from eyrie.verifier import VerifierConfig, load_tensor, load_verifier_config
 
 COUNTS = (
@@ -246,7 +246,7 @@ def main() -> None:
                 "ok": ok,
                 "epochs": results,
                 "seconds": round(time.time() - started, 2),
-                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "peak_rss_bytes": peak_rss_bytes(),
             },
         )
     sys.exit(0 if ok else 1)

@@ -1,5 +1,10 @@
 """Extract the verifier's hidden states, and its answers, in one pass of one engine.
 
+A conversation of one user turn is answered and its states taken by the same request. Of several
+user turns each is answered with the earlier answers as its history, and a last request takes the
+states of the whole; answers whose thinking the chat template drops from the history get a row of
+their own.
+
 Finished shards live in a store under their fingerprint and the outputs are hard links to them.
 The engine is loaded once, and only if the store lacks a shard; a killed run loses the shards
 that were being written and no other.
@@ -8,17 +13,19 @@ that were being written and no other.
 import argparse
 import hashlib
 import json
-import os
-import resource
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
-from eyrie import engine
-from eyrie.files import fsync_path, link_or_copy, log_line, sha256_file, write_json
+from eyrie import engine, store
+from eyrie.chat import Chat, load_tokenizer
+from eyrie.files import link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
+from eyrie.provenance import peak_rss_bytes
 from eyrie.shards import (
     HEADER_BYTES,
     STATES_DTYPE,
@@ -28,7 +35,8 @@ from eyrie.shards import (
     check_hidden,
     read_rows,
 )
-from eyrie.verifier import load_verifier_config
+from eyrie.teacher import Teacher
+from eyrie.verifier import VerifierConfig, load_verifier_config
 
 
 def fingerprint(token_shard: Path, verifier: str, args) -> str:
@@ -39,10 +47,53 @@ def fingerprint(token_shard: Path, verifier: str, args) -> str:
         "layer_ids": args.layer_ids,
         "dtype": args.dtype,
         "answers": args.answers,
-        "max_new_tokens": args.max_new_tokens if args.answers == "verifier" else None,
         "max_model_len": args.max_model_len,
     }
+    if args.answers == "verifier":
+        parts |= {"max_new_tokens": args.max_new_tokens, "max_length": args.max_length}
+        if args.temperature:
+            parts |= {k: getattr(args, k) for k in ("temperature", "top_p", "seed")}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+class Talk:
+    """A conversation whose user turns the verifier answers one after the other."""
+
+    def __init__(self, chat, turns: dict, max_prompt: int):
+        self.chat, self.tools, self.max_prompt = chat, turns["tools"], max_prompt
+        messages = turns["messages"]
+        first = next(i for i, m in enumerate(messages) if m["role"] == "user")
+        self.messages, self.later = messages[: first + 1], messages[first + 1 :]
+
+    def answered(self, token_ids: list[int], cut: bool) -> list[int] | None:
+        """Take an answer. Returns the next turn's prompt, or None after the last that fits."""
+        special = self.chat.special
+        while token_ids and token_ids[-1] in special:
+            token_ids = token_ids[:-1]
+        # A limit may cut a character, too.
+        text = self.chat.tokenizer.decode(token_ids).rstrip("\ufffd" if cut else "")
+        self.messages.append({"role": "assistant", "content": text, "cut": cut})
+        if not self.later:
+            return None
+        prompt = self.chat.prompt([*self.messages, self.later[0]], self.tools).ids
+        if len(prompt) > self.max_prompt:
+            return None
+        self.messages.append(self.later.pop(0))
+        return prompt
+
+    def rows(self) -> list:
+        """The conversation as answered, and one row for each answer that is not repeated in it."""
+        whole = self.chat.answers(self.messages, self.tools)
+        rows = [whole]
+        ends = [i + 1 for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+        for number in whole.lost:
+            row = self.chat.answers(self.messages[: ends[number]], self.tools)
+            # Only the answer at its end; those before it have rows of their own or are in `whole`.
+            last = len(row.mask) - row.mask[::-1].index(True)
+            start = last - next((n for n, m in enumerate(row.mask[:last][::-1]) if not m), last)
+            row.mask[:start] = [False] * start
+            rows.append(row)
+        return rows
 
 
 class Shard:
@@ -54,24 +105,26 @@ class Shard:
         self.partial = path.with_name(path.name + ".partial")
         self.number = number
         self.state_shape = (layers, hidden)
-        self.tokens: dict[int, list[int]] = {}
-        self.finish_reasons: dict[int, str] = {}
+        self.unanswered = set(range(len(prompts)))
+        self.talks: dict[int, Talk] = {}
+        # Of each row whose states were asked for, by the number given to the connector.
+        self.rows: dict[int, tuple[list[int], list[bool], bytes]] = {}
+        self.asked = self.answers = self.cut_answers = 0
         for leftover in (self.partial, Path(f"{self.partial}.rows")):
             leftover.unlink(missing_ok=True)
 
-    def request(self, row: int, answers: bool) -> dict:
-        """The connector's instructions for a row. Prompts alone have their place from the
-        start; with answers, rows are appended as they finish."""
-        offset = None if answers else int(self.prompts.row_offsets[row])
-        target = {"shard": str(self.partial), "row": row, "offset": offset}
-        return {"kv_transfer_params": target | {"include_output_tokens": answers}}
+    def row_id(self, row: int) -> bytes:
+        return self.prompts.row_ids[row].numpy().tobytes()
 
-    def answered(self, row: int, output, answers: bool) -> None:
-        written = list(output.outputs[0].token_ids)[:-1] if answers else []
-        self.tokens[row] = self.prompts.row(row).tolist() + written
-        self.finish_reasons[row] = output.outputs[0].finish_reason
+    def is_written(self) -> bool:
+        return not self.unanswered and len(self.records()) == self.asked
 
-    def finish(self, records: list[dict], answers: bool) -> dict:
+    def records(self) -> list[dict]:
+        from eyrie.connector import read_records
+
+        return read_records(str(self.partial))
+
+    def finish(self, teacher: Teacher | None) -> dict:
         """Check what was written against what was asked for, then give the shard its name.
 
         Raises:
@@ -79,11 +132,11 @@ class Shard:
         """
         from eyrie.connector import token_hash
 
-        records.sort(key=lambda record: record["offset"])
+        records = sorted(self.records(), key=lambda record: record["offset"])
         ids, masks, row_ids, end = [], [], [], 0
         for record in records:
             row = record["row"]
-            tokens = self.tokens[row]
+            tokens, mask, row_id = self.rows[row]
             if record["ids"] != token_hash(tokens) or record["tokens"] != len(tokens):
                 raise ShardError(
                     f"{self.path}: row {row} got the states of other tokens than its own "
@@ -94,104 +147,204 @@ class Shard:
                     f"{self.path}: row {row} is at token {record['offset']}, not {end}"
                 )
             end += len(tokens)
-            prompt = len(self.prompts.row(row))
             ids.append(tokens)
-            if answers:
-                masks.append([False] * prompt + [True] * (len(tokens) - prompt))
-            else:
-                start = int(self.prompts.row_offsets[row])
-                masks.append(self.prompts.loss_mask[start : start + prompt].tolist())
-            row_ids.append(self.prompts.row_ids[row].numpy().tobytes())
-        rows = Rows.pack(ids, masks, row_ids, {"fingerprint": self.path.stem})
+            masks.append(mask)
+            row_ids.append(row_id)
+        counted = {"answers": self.answers, "cut_answers": self.cut_answers}
+        rows = Rows.pack(ids, masks, row_ids, {"fingerprint": self.path.stem, **counted})
         HiddenShardWriter.finish(self.partial, rows, self.state_shape, STATES_DTYPE)
-        norms = check_hidden(self.partial, rows, *self.state_shape)
-        fsync_path(self.partial)
-        os.replace(self.partial, self.path)
-        fsync_path(self.path.parent)
+        report = {
+            "layer_norms": [
+                round(norm, 3) for norm in check_hidden(self.partial, rows, *self.state_shape)
+            ]
+        }
+        # Answers of several turns were read back from text, so a token may differ.
+        if teacher is not None and not self.prompts.turns:
+            report["given_back"] = round(teacher.check(self.partial, rows), 4)
+        store.seal(self.partial, self.path)
         Path(f"{self.partial}.rows").unlink()
-        return {"layer_norms": [round(norm, 3) for norm in norms]}
+        return report
 
 
-def run_engine(args, missing: list[Shard]) -> dict:
-    """Load the engine and make the missing shards, one after the other, without a pause between
+@dataclass
+class Request:
+    """What the engine was asked: to answer `ids`, to hand over their states as row `number`, or
+    both."""
+
+    shard: Shard
+    row: int
+    ids: list[int]
+    generate: bool
+    number: int | None
+
+
+class Extraction:
+    """Makes the missing shards with one engine, one after the other without a pause between
     them: while the last rows of one finish, the first of the next are already running."""
-    loading = time.time()
-    from vllm import LLM, SamplingParams
 
-    from eyrie.connector import read_records
+    def __init__(self, args, missing: list[Shard], config: VerifierConfig):
+        from vllm import LLM
 
-    answers = args.answers == "verifier"
-    llm = LLM(
-        **engine.engine_arguments(args), **engine.extraction_arguments(args.layer_ids, args.gpus)
-    )
-    loaded = time.time()
-    todo = [(shard, row) for shard in missing for row in range(len(shard.prompts))]
-    waiting = iter(todo)
-    running: dict[str, tuple[Shard, int]] = {}
-    progress = tqdm(total=len(todo), unit=" rows", desc="extract", mininterval=5)
-    tokens, opened = 0, loaded
+        self.args, self.missing = args, missing
+        self.answering = args.answers == "verifier"
+        # Only greedy answers are the most likely tokens.
+        greedy = self.answering and not args.temperature
+        self.teacher = Teacher(args.verifier, config) if greedy else None
+        self.llm = LLM(
+            **engine.engine_arguments(args),
+            **engine.extraction_arguments(args.layer_ids, args.gpus),
+        )
+        self.loaded = self.opened = time.time()
+        self.running: dict[str, Request] = {}
+        self.tokens = self.submitted = 0
+        self.chats: dict[str, Chat] = {}
+        total = sum(len(shard.prompts) for shard in missing)
+        self.progress = tqdm(total=total, unit=" rows", desc="extract", mininterval=5)
 
-    def close_finished(shards: list[Shard]) -> None:
-        nonlocal opened
-        for shard in shards:
-            records = read_records(str(shard.partial))
-            if len(records) < len(shard.prompts):
-                continue
-            report = shard.finish(records, answers)
-            missing.remove(shard)
-            lengths = [len(row) for row in shard.tokens.values()]
+    def chat_of(self, shard: Shard) -> Chat:
+        """The chat template as the shard's prompts were made with it."""
+        settings = shard.prompts.metadata["chat"]
+        key = json.dumps(settings)
+        if key not in self.chats:
+            tokenizer = load_tokenizer(self.args.verifier, self.args.trust_remote_code)
+            self.chats[key] = Chat(tokenizer, **settings)
+        return self.chats[key]
+
+    def submit(self, shard: Shard, row: int, ids: list[int], generate: bool, states: bool) -> int:
+        """Give the engine a request; returns the number of its row of states."""
+        from vllm import SamplingParams
+
+        args, extra, number = self.args, None, None
+        if states:
+            number, shard.asked = shard.asked, shard.asked + 1
+            # Prompts alone have their place from the start; all else is appended as it finishes.
+            offset = None if self.answering else int(shard.prompts.row_offsets[row])
+            target = {"shard": str(shard.partial), "row": number, "offset": offset}
+            extra = {"kv_transfer_params": target | {"include_output_tokens": generate}}
+        sampling = SamplingParams(
+            temperature=args.temperature if generate else 0.0,
+            top_p=args.top_p,
+            seed=row_seed(shard.row_id(row), len(ids), args.seed),
+            max_tokens=args.max_new_tokens if generate else 1,
+            detokenize=False,
+            extra_args=extra,
+        )
+        name = str(self.submitted)
+        self.submitted += 1
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+        self.running[name] = Request(shard, row, ids, generate, number)
+        return number
+
+    def submit_states(self, shard: Shard, row: int, ids: list[int], mask: list[bool]) -> None:
+        number = self.submit(shard, row, ids, generate=False, states=True)
+        shard.rows[number] = (ids, mask, shard.row_id(row))
+
+    def begin(self, shard: Shard, row: int) -> None:
+        prompts = shard.prompts
+        start, end = prompts.row_offsets[row : row + 2].tolist()
+        ids = prompts.input_ids[start:end].tolist()
+        turns = prompts.turns[row] if prompts.turns else None
+        if turns:
+            room = self.args.max_length - self.args.max_new_tokens
+            shard.talks[row] = Talk(self.chat_of(shard), turns, room)
+        if self.answering:
+            self.submit(shard, row, ids, generate=True, states=not turns)
+        else:
+            self.submit_states(shard, row, ids, prompts.loss_mask[start:end].tolist())
+
+    def finished(self, request: Request, output) -> None:
+        shard, row, ids = request.shard, request.row, request.ids
+        written = list(output.token_ids)
+        self.tokens += len(ids) + len(written)
+        if request.generate:
+            cut = output.finish_reason == "length"
+            shard.answers, shard.cut_answers = shard.answers + 1, shard.cut_answers + cut
+        if request.generate and request.number is None:
+            talk = shard.talks[row]
+            prompt = talk.answered(written, cut)
+            if prompt:
+                self.submit(shard, row, prompt, generate=True, states=False)
+                return
+            for part in shard.talks.pop(row).rows():
+                self.submit_states(shard, row, part.ids, part.mask)
+        elif request.generate:
+            # No forward pass has seen the last token, so it has no state.
+            tokens = ids + written[:-1]
+            mask = [False] * len(ids) + [True] * (len(tokens) - len(ids))
+            shard.rows[request.number] = (tokens, mask, shard.row_id(row))
+        if row in shard.unanswered:
+            shard.unanswered.remove(row)
+            self.progress.update()
+            rate = self.tokens / (time.time() - self.loaded)
+            self.progress.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+
+    def close_written(self) -> None:
+        for shard in [shard for shard in self.missing if shard.is_written()]:
+            report = shard.finish(self.teacher)
+            self.missing.remove(shard)
             line = {
                 "shard": shard.number,
-                "rows": len(lengths),
-                "tokens": sum(lengths),
+                "rows": len(shard.rows),
+                "tokens": sum(len(tokens) for tokens, _, _ in shard.rows.values()),
                 "prompt_tokens": len(shard.prompts.input_ids),
-                "cut_answers": sum(r == "length" for r in shard.finish_reasons.values()),
+                "answers": shard.answers,
+                "cut_answers": shard.cut_answers,
                 "bytes": shard.path.stat().st_size,
-                "seconds": round(time.time() - opened, 2),
+                "seconds": round(time.time() - self.opened, 2),
                 **report,
             }
-            opened = time.time()
-            log_line(args.log, **line)
+            self.opened = time.time()
+            log_line(self.args.log, **line)
 
-    def answered_in_full() -> list[Shard]:
-        return [s for s in missing if len(s.tokens) == len(s.prompts)]
-
-    while True:
-        # Enough requests queued to keep the engine full, not the whole data set.
-        while len(running) < 2 * args.max_num_seqs and (item := next(waiting, None)):
-            shard, row = item
-            name = f"{shard.number}-{row}"
-            sampling = SamplingParams(
-                temperature=0.0,
-                max_tokens=args.max_new_tokens if answers else 1,
-                detokenize=False,
-                extra_args=shard.request(row, answers),
+    def run(self) -> None:
+        todo = [(shard, row) for shard in self.missing for row in range(len(shard.prompts))]
+        waiting = iter(todo)
+        while True:
+            # Enough requests queued to keep the engine full, not the whole data set.
+            while len(self.running) < 2 * self.args.max_num_seqs and (item := next(waiting, None)):
+                self.begin(*item)
+            if not self.running:
+                break
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    self.finished(self.running.pop(output.request_id), output.outputs[0])
+            self.close_written()
+        # The states of the last rows are handed over by the step after their last token.
+        deadline = time.time() + 60
+        while self.missing and time.time() < deadline:
+            if self.args.gpus == 0:
+                self.llm.llm_engine.step()
+            time.sleep(0.05)
+            self.close_written()
+        self.progress.close()
+        if self.missing:
+            raise ShardError(
+                f"{self.missing[0].path}: the engine has ended but not all states were written"
             )
-            prompt = {"prompt_token_ids": shard.prompts.row(row).tolist()}
-            llm.llm_engine.add_request(name, prompt, sampling)
-            running[name] = item
-        if not running:
-            break
-        for output in llm.llm_engine.step():
-            if output.finished:
-                shard, row = running.pop(output.request_id)
-                shard.answered(row, output, answers)
-                tokens += len(shard.tokens[row])
-                progress.update()
-                rate = f"{tokens / (time.time() - loaded):,.0f} tokens/s"
-                progress.set_postfix_str(rate, refresh=False)
-        close_finished(answered_in_full())
-    # The states of the last rows are handed over by the step after their last token.
-    deadline = time.time() + 60
-    while missing and time.time() < deadline:
-        if args.gpus == 0:
-            llm.llm_engine.step()
-        time.sleep(0.05)
-        close_finished(answered_in_full())
-    progress.close()
-    if missing:
-        raise ShardError(f"{missing[0].path}: the engine has ended but not all states were written")
-    return {"load_seconds": round(loaded - loading, 2), "engine_seconds": time.time() - loaded}
+
+
+def row_seed(row_id: bytes, turn: int, seed: int) -> int:
+    """A seed of a row's own, the same wherever and whenever the row is answered."""
+    text = row_id + f"{turn} {seed}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+
+
+def bytes_at_most(args, missing: list[Shard]) -> int:
+    """The bytes that the missing shards can come to, every answer being as long as allowed."""
+    tokens = 0
+    for shard in missing:
+        rows, prompts = len(shard.prompts), len(shard.prompts.input_ids)
+        answers = rows * args.max_new_tokens if args.answers == "verifier" else 0
+        tokens += rows * args.max_length if shard.prompts.turns else prompts + answers
+    return tokens * int(np.prod(missing[0].state_shape)) * STATES_DTYPE.itemsize
+
+
+def run_engine(args, missing: list[Shard], config: VerifierConfig) -> dict:
+    started = time.time()
+    extraction = Extraction(args, missing, config)
+    extraction.run()
+    loaded = extraction.loaded
+    return {"load_seconds": round(loaded - started, 2), "engine_seconds": time.time() - loaded}
 
 
 def main() -> None:
@@ -206,6 +359,10 @@ def main() -> None:
     parser.add_argument("--layer-ids", type=int, nargs="+", required=True, help="vLLM's ids")
     parser.add_argument("--answers", choices=["verifier", "dataset"], required=True)
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-length", type=int, default=256, help="of a row, all turns included")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
     engine.add_arguments(parser)
     args = parser.parse_args()
     engine.prepare(args.gpus, args.kv_cache_gib)
@@ -222,6 +379,9 @@ def main() -> None:
         stored, missing = [], []
         for number, path in enumerate(args.shards):
             stored.append(args.store / f"{fingerprint(path, identity, args)}.safetensors")
+            if stored[-1].exists() and (fault := store.fault(stored[-1])):
+                aside = store.set_aside(stored[-1])
+                print(f"extract: {stored[-1]} is made again, {fault}; the old one is {aside.name}")
             if not stored[-1].exists() and stored[-1] not in [s.path for s in missing]:
                 missing.append(
                     Shard(
@@ -232,10 +392,11 @@ def main() -> None:
         timings = {"load_seconds": 0.0, "engine_seconds": 0.0}
         print(f"extract: {len(stored)} shards, {len(stored) - made} in the store, {made} to make")
         if missing:
+            store.require_space(args.store, bytes_at_most(args, missing))
             _lock = hold_gpus(args.gpus)
-            timings = run_engine(args, missing)
+            timings = run_engine(args, missing, config)
         linked = [link_or_copy(*pair) for pair in zip(stored, args.out, strict=True)]
-    except (ShardError, ValueError) as error:
+    except (ShardError, ValueError, OSError) as error:
         sys.exit(f"extract: {error}")
     if not all(linked):
         print("extract: no hard links on this file system; the states were copied")
@@ -249,11 +410,12 @@ def main() -> None:
             "tokens": sum(len(r.input_ids) for r in rows),
             "supervised_tokens": sum(int(r.loss_mask.sum()) for r in rows),
             "bytes": sum(path.stat().st_size for path in args.out),
+            **{k: sum(r.metadata[k] for r in rows) for k in ("answers", "cut_answers")},
             "header_bytes": HEADER_BYTES * len(rows),
             "layer_ids": args.layer_ids,
             "hidden_size": config.hidden_size,
             "seconds": round(time.time() - started, 2),
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_rss_bytes": peak_rss_bytes(),
             **{k: round(v, 2) for k, v in timings.items()},
         },
     )

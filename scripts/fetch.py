@@ -15,7 +15,6 @@ A verifier that comes as GGUF becomes bf16 safetensors with its tokenizer and ch
 import argparse
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import zipfile
 from pathlib import Path
 
 from eyrie.files import fsync_path, log_line, sha256_file, write_json
+from eyrie.provenance import peak_rss_bytes
 from eyrie.sources import ENDINGS, DataError, expand
 
 
@@ -255,7 +255,7 @@ def main() -> None:
     identity |= {
         "bytes": sum(p.stat().st_size for p in paths if p.is_file()),
         "seconds": round(time.time() - started, 2),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak_rss_bytes(),
     }
     write_json(args.identity, identity)
     log_line(args.log, source=args.source, bytes=identity["bytes"], seconds=identity["seconds"])

@@ -1,7 +1,8 @@
 """Turn raw conversations into token shards: stream, check, render, tokenise, account.
 
 With `--answers verifier` a row is a prompt: the conversation's first user turn (and a system
-turn before it), which the verifier answers while its states are extracted. With
+turn before it), which the verifier answers while its states are extracted; with `--max-turns`
+the later user turns go along, each to be answered with the earlier answers as its history. With
 `--answers dataset` a row is the whole conversation and its own answers are supervised.
 Assistant turns before the first user turn (ShareGPT splits long talks) are dropped and counted.
 
@@ -14,7 +15,6 @@ import argparse
 import collections
 import json
 import multiprocessing
-import resource
 import sys
 import time
 from collections import Counter
@@ -28,6 +28,7 @@ from tqdm import tqdm
 from eyrie.chat import Chat, Row, load_tokenizer
 from eyrie.conversations import Conversation, Reject, name_of, read_conversation
 from eyrie.files import atomic, log_line, write_json
+from eyrie.provenance import peak_rss_bytes
 from eyrie.shards import Rows, write_tokens
 from eyrie.shards import read_rows as read_shard
 from eyrie.sources import BrokenFile, DataError, expand, read_rows
@@ -97,9 +98,18 @@ class Sharder:
             users = [i for i, m in enumerate(messages) if m["role"] == "user"]
             if not users:
                 raise Reject("no user turn")
-            row = self.chat.prompt(messages[: users[0] + 1], conversation.tools)
+            prompt = messages[: users[0] + 1]
+            if sum(len(m["content"]) for m in prompt) > args.max_length * self.chat.longest:
+                raise Reject("prompt too long")
+            row = self.chat.prompt(prompt, conversation.tools)
             if len(row.ids) + args.max_new_tokens > args.max_length:
                 raise Reject("prompt too long")
+            # What follows a tool's result cannot be asked again without the tool.
+            tool = next((i for i, m in enumerate(messages) if m["role"] == "tool"), len(messages))
+            asked = [messages[i] for i in users if i < tool][: args.max_turns or None]
+            if len(asked) > 1:
+                before = messages[: users[0]]
+                row.turns = {"messages": before + asked, "tools": conversation.tools}
             return row
         else:
             row = self.chat.answers(messages, conversation.tools, args.max_length)
@@ -245,12 +255,12 @@ def make_shards(args) -> dict:
         DataError: a broken file, too few rows, a reason that rejects too many.
     """
     tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code)
-    chat = Chat(tokenizer, args.date, args.system_turns, **json.loads(args.template_options))
+    chat = Chat(tokenizer, args.date, args.system_turns, json.loads(args.template_options))
     benchmark = set().union(*map(read_prompts, args.benchmark)) if args.benchmark else set()
-    metadata = {"answers": args.answers, "tokenizer": chat.identity()}
+    metadata = {"answers": args.answers, "tokenizer": chat.identity(), "chat": chat.settings()}
     account = Account()
     seen: set[bytes] = set()
-    ids, masks, row_ids = [], [], []
+    ids, masks, row_ids, turns = [], [], [], []
     shards = 0
     limit = args.limit or float("inf")
     (args.out / "shards").mkdir(parents=True, exist_ok=True)
@@ -262,10 +272,10 @@ def make_shards(args) -> dict:
                 f"shard: the first row, its answers between » and «:\n{chat.show(ids[0], masks[0])}"
             )
         name = args.out / "shards" / f"{shards:05d}.safetensors"
-        write_tokens(name, Rows.pack(ids, masks, row_ids, metadata))
+        write_tokens(name, Rows.pack(ids, masks, row_ids, metadata, turns))
         log_line(args.log, shard=shards, rows=len(ids), tokens=sum(map(len, ids)))
         shards += 1
-        for part in (ids, masks, row_ids):
+        for part in (ids, masks, row_ids, turns):
             part.clear()
 
     progress = tqdm(total=args.limit, unit=" rows", desc="shard", mininterval=5)
@@ -292,11 +302,12 @@ def make_shards(args) -> dict:
                 truncated=row.truncated,
                 control_tokens_in_text=row.control,
                 leading_answers_dropped=outcome.beheaded,
-                answers_not_supervised=row.lost,
+                answers_not_supervised=len(row.lost),
             )
             ids.append(row.ids)
             masks.append(row.mask)
             row_ids.append(outcome.id)
+            turns.append(row.turns)
             progress.update()
             if len(ids) == args.shard_size:
                 flush()
@@ -353,6 +364,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="rows to keep; all if not given")
     parser.add_argument("--max-length", type=int, default=512, help="tokens a row, answer included")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="kept free for the answer")
+    parser.add_argument("--max-turns", type=int, default=1, help="that are answered; 0 is all")
     parser.add_argument("--min-supervised-tokens", type=int, default=4)
     parser.add_argument("--answers", choices=["verifier", "dataset"], default="verifier")
     parser.add_argument("--on-bad-file", choices=["stop", "keep"], default="stop")
@@ -376,7 +388,7 @@ def main() -> None:
     except (DataError, ValueError, OSError) as error:
         sys.exit(f"shard: {error}")
     account["seconds"] = round(time.time() - started, 2)
-    account["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    account["peak_rss_bytes"] = peak_rss_bytes()
     write_json(args.out / "shards.json", account)
     print(
         f"shard: {account['read']:,} read = {account['kept']:,} kept + "

@@ -10,7 +10,6 @@ import argparse
 import hashlib
 import json
 import os
-import resource
 import shutil
 import sys
 import time
@@ -36,7 +35,7 @@ from eyrie.files import atomic, link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.hidden import HiddenStates, split
 from eyrie.muon import Float32Muon
-from eyrie.provenance import versions
+from eyrie.provenance import peak_rss_bytes, versions
 from eyrie.shards import ShardError
 from eyrie.verifier import load_verifier_config
 
@@ -525,7 +524,7 @@ def train(args) -> None:
             "versions": versions(),
             "seconds": round(sum(r.get("seconds", 0) for r in trainer.history), 2),
             "wall_seconds": round(time.time() - started, 2),
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_rss_bytes": peak_rss_bytes(),
         },
     )
     print(f"train: chose epoch {manifest['chosen_epoch']}; {args.out}")

@@ -4,7 +4,6 @@ d2t holds offsets: draft token i is verifier token i + d2t[i], as vLLM and SGLan
 """
 
 import argparse
-import resource
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from eyrie.chat import load_tokenizer
 from eyrie.files import atomic, log_line, write_json
 from eyrie.hidden import split
+from eyrie.provenance import peak_rss_bytes
 from eyrie.shards import ShardError, read_rows
 from eyrie.verifier import load_verifier_config
 
@@ -91,7 +91,7 @@ def main() -> None:
         identity = {key: str(summary[key]) for key in ("coverage", "supervised_tokens")}
         save_file({"d2t": d2t, "t2d": t2d}, partial, identity)
     summary["seconds"] = round(time.time() - started, 2)
-    summary["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    summary["peak_rss_bytes"] = peak_rss_bytes()
     write_json(args.summary, summary)
     log_line(args.log, size=args.size, coverage=summary["coverage"])
     print(f"vocab: {args.size:,} tokens cover {coverage:.2%} of the supervised ones")

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,24 +21,30 @@ PRIVATE = 0xF0000
 @dataclass
 class Rendered:
     """A conversation as text. `spans` are what the assistant wrote, end-of-turn token and what
-    the template adds behind it included; `lost` counts the assistant's turns that the template
-    does not repeat as they were written, `cut` whether a token limit ended the last one."""
+    the template adds behind it included; `messages` are the numbers of the messages they are of.
+    `lost` are the answers, counted from 0, that the template does not repeat as they were
+    written."""
 
     text: str
     spans: list[tuple[int, int]]
-    lost: int = 0
-    cut: bool = False
+    messages: list[int]
+    lost: list[int]
 
 
 @dataclass
 class Row:
-    """A row's tokens and loss mask."""
+    """A row's tokens and loss mask.
+
+    lost: answers, counted from 0, that are context only. turns: of a prompt, the messages and
+    tools of all that the verifier is to answer, where that is more than one user turn.
+    """
 
     ids: list[int]
     mask: list[bool]
-    lost: int = 0
+    lost: list[int] = field(default_factory=list)
     truncated: bool = False
     control: bool = False
+    turns: dict | None = None
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool):
@@ -64,19 +70,33 @@ class Chat:
     """A chat template and its tokenizer.
 
     date: what a template that writes today's date is told, so that data do not differ from day
-    to day. system: what becomes of system turns where the template takes none: `merge` puts
-    them before the first user turn, `drop` leaves them out, `reject` rejects the row.
+    to day. system: what becomes of system turns where the template takes none: `merge` puts them
+    before the first user turn, `drop` leaves them out, `reject` rejects the row. options: more
+    variables for the template.
     """
 
-    def __init__(self, tokenizer, date: str = "2026-01-01", system: str = "merge", **options):
-        self.tokenizer, self.system, self.options = tokenizer, system, options
+    def __init__(
+        self,
+        tokenizer,
+        date: str = "2026-01-01",
+        system: str = "merge",
+        options: dict | None = None,
+    ):
+        self.tokenizer, self.date, self.system = tokenizer, date, system
+        self.extra = options or {}
         day = datetime.date.fromisoformat(date)
-        self.options |= {"strftime_now": day.strftime, "date_string": day.strftime("%d %b %Y")}
+        self.options = {
+            "strftime_now": day.strftime,
+            "date_string": day.strftime("%d %b %Y"),
+            **self.extra,
+        }
         self.special = set(tokenizer.all_special_ids)
         words = sorted((t for t in set(tokenizer.all_special_tokens) if len(t) > 1), key=len)[::-1]
         self.control = re.compile("|".join(map(re.escape, words)) or "(?!)")
         self.stand_in = re.compile(f"[{chr(PRIVATE)}-{chr(PRIVATE + len(words))}]")
         self.stand_ins = {word: chr(PRIVATE + i) for i, word in enumerate(words)}
+        # No text of n tokens has more characters than n of these.
+        self.longest = max(map(len, tokenizer.get_vocab()))
         template = tokenizer.get_chat_template()
         self.tags = bool(re.search(r"\{%-?\s*generation\b", template))
         self.takes_system = self._takes_system()
@@ -84,9 +104,12 @@ class Chat:
     def identity(self) -> str:
         """A hash of all that turns messages into ids: vocabulary, template and its options."""
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        options = {k: v for k, v in self.options.items() if k != "strftime_now"}
-        text = json.dumps([vocabulary, self.tokenizer.chat_template, self.system, options])
+        text = json.dumps([vocabulary, self.tokenizer.chat_template, self.settings()])
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def settings(self) -> dict:
+        """The arguments beside the tokenizer, from which another process makes the same Chat."""
+        return {"date": self.date, "system": self.system, "options": self.extra}
 
     def _takes_system(self) -> bool:
         probe = [{"role": "system", "content": "qzqz"}, {"role": "user", "content": "hi"}]
@@ -145,18 +168,16 @@ class Chat:
             Reject: the template refuses or leaves out a turn, or repeats no answer.
         """
         text = self.render(messages, tools, prompt=False)
-        for message in messages:
-            self.check_present(message, text)
-        if tools and not all(name_of(tool) in text for tool in tools):
-            raise Reject("the chat template leaves out the tools")
+        self.check_present(messages, tools, text)
         if messages[-1].get("reasoning_content", "").strip() not in text:
             raise Reject("the chat template leaves out the reasoning")
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        cut = bool(messages[-1].get("cut"))
         if self.tags:
             spans = self.tagged(messages, tools)
-            return Rendered(text, spans, max(0, len(answers) - len(spans)), cut)
-        spans = []
+            if len(spans) != len(answers):
+                raise Reject("the chat template tags more or fewer answers than there are")
+            return Rendered(text, spans, answers, [])
+        spans, repeated = [], []
         for i in answers:
             before = self.render(messages[:i], tools, prompt=True)
             after = text if i + 1 == len(messages) else self.render(messages[: i + 1], tools, False)
@@ -166,19 +187,24 @@ class Chat:
             calls = [call["function"]["name"] for call in messages[i].get("tool_calls", [])]
             if text.startswith(before) and all(w in span for w in (wrote(messages[i]), *calls)):
                 spans.append((len(before), end))
+                repeated.append(i)
         if not spans:
             raise Reject("the chat template rewrites earlier turns")
-        return Rendered(text, spans, len(answers) - len(spans), cut)
+        lost = [number for number, i in enumerate(answers) if i not in repeated]
+        return Rendered(text, spans, repeated, lost)
 
-    def check_present(self, message: dict, text: str) -> None:
-        """Raise Reject where a turn, or a call in it, is not in the rendering."""
-        said = wrote(message)
-        escaped = said.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        if said not in text and escaped not in text:
-            raise Reject("the chat template leaves out a turn")
-        for call in message.get("tool_calls", []):
-            if call["function"]["name"] not in text:
-                raise Reject("the chat template leaves out a tool call")
+    def check_present(self, messages: list[dict], tools: list[dict] | None, text: str) -> None:
+        """Raise Reject where a turn, a call or a tool is not in the rendering."""
+        for message in messages:
+            said = wrote(message)
+            escaped = said.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            if said not in text and escaped not in text:
+                raise Reject("the chat template leaves out a turn")
+            for call in message.get("tool_calls", []):
+                if call["function"]["name"] not in text:
+                    raise Reject("the chat template leaves out a tool call")
+        if tools and not all(name_of(tool) in text for tool in tools):
+            raise Reject("the chat template leaves out the tools")
 
     def tagged(self, messages: list[dict], tools) -> list[tuple[int, int]]:
         """What stands between {% generation %} tags, and an end-of-turn token right behind it."""
@@ -231,8 +257,7 @@ class Chat:
         """The tokens that a server would send to the verifier to answer `messages`."""
         messages, control = self.prepared(messages)
         text = self.render(messages, tools)
-        for message in messages:
-            self.check_present(message, text)
+        self.check_present(messages, tools, text)
         ids, _ = self.encode(text)
         return Row(ids, [False] * len(ids), control=control)
 
@@ -247,28 +272,36 @@ class Chat:
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
         if last < 0:
             raise Reject("no answer")
-        messages, control = self.prepared(messages[: last + 1])
+        # What cannot fit need not be tokenised: a message may have megabytes.
+        room = max_length * self.longest
+        messages = [
+            {k: v[:room] if isinstance(v, str) else v for k, v in message.items()}
+            for message in messages[: last + 1]
+        ]
+        messages, control = self.prepared(messages)
         ends = [i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"]
 
         def length(end: int) -> int:
-            return len(self.encode(self.render(messages[:end], tools, prompt=False))[0])
+            text = self.render(messages[:end], tools, prompt=False)
+            return len(self.encode(text)[0]) if len(text) <= room else max_length + 1
 
         fit = len(ends)
         if length(ends[-1]) > max_length:
             fit = bisect.bisect_right(ends, max_length, hi=len(ends) - 1, key=length)
-        row = self.masked(self.rendered(messages[: ends[max(fit, 1) - 1]], tools))
+        messages = messages[: ends[max(fit, 1) - 1]]
+        row = self.masked(self.rendered(messages, tools), messages)
         row.truncated, row.control = fit < len(ends), control
         row.ids, row.mask = row.ids[:max_length], row.mask[:max_length]
         return row
 
-    def masked(self, rendered: Rendered) -> Row:
+    def masked(self, rendered: Rendered, messages: list[dict]) -> Row:
         """Tokens and mask of a rendered conversation: each answer to its end-of-turn token, which
         was not written where a limit cut the answer. What the template adds after that is not
         generated."""
         edges = [edge for span in rendered.spans for edge in span]
         ids, starts = self.encode(rendered.text, edges)
         mask = [False] * len(ids)
-        for number, (start, end) in enumerate(rendered.spans):
+        for (start, end), number in zip(rendered.spans, rendered.messages, strict=True):
             first, last = np.searchsorted(starts, [start, end]).tolist()
             # Byte-level tokenizers split a character into tokens of one offset; none straddles.
             while last > first and ids[last - 1] not in self.special:
@@ -276,11 +309,11 @@ class Chat:
                 if rendered.text[starts[last - 1] : after].strip():
                     break
                 last -= 1
-            if rendered.cut and number + 1 == len(rendered.spans):
+            if messages[number].get("cut"):
                 while last > first and ids[last - 1] in self.special:
                     last -= 1
             mask[first:last] = [True] * (last - first)
-        return Row(ids, mask, lost=rendered.lost)
+        return Row(ids, mask, rendered.lost)
 
     def show(self, ids: list[int], mask: list[bool]) -> str:
         """The row as text, its supervised tokens between » and «."""
@@ -298,5 +331,6 @@ def wrote(message: dict) -> str:
     return message["content"].rsplit("</think>", 1)[-1].strip()
 
 
-def name_of(tool: dict) -> str:
-    return str(tool.get("function", tool).get("name", ""))
+def name_of(tool) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) else tool
+    return str(function.get("name", "")) if isinstance(function, dict) else str(function)

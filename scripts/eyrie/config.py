@@ -63,6 +63,10 @@ class Shard(Block):
     min_supervised_tokens: Positive
     answers: Literal["verifier", "dataset"]
     max_new_tokens: Positive
+    max_turns: Count
+    temperature: Real
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    seed: Count
     on_bad_file: Literal["stop", "keep"]
     max_reject_fraction: Fraction
     system_turns: Literal["merge", "drop", "reject"]
@@ -223,10 +227,11 @@ def load_config(values: dict) -> Config:
             f"shard.max_length: {config.shard.max_length} leaves no room for a prompt beside "
             f"shard.max_new_tokens, {room}"
         )
-    if config.shard.max_length > config.extract.max_model_len:
+    # The engine writes a token after the row to hand over its states.
+    if config.shard.max_length >= config.extract.max_model_len:
         problems.append(
-            f"shard.max_length: {config.shard.max_length} is longer than extract.max_model_len, "
-            f"{config.extract.max_model_len}"
+            f"shard.max_length: {config.shard.max_length} must be less than "
+            f"extract.max_model_len, {config.extract.max_model_len}"
         )
     if config.shard.max_length > config.train.total_seq_len:
         problems.append(

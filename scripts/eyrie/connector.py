@@ -151,6 +151,8 @@ class EyrieConnector(ExampleHiddenStatesConnector):
         saves = self._get_connector_metadata().saves
         if saves and self._writer is None:
             self._writer = Writer(self._queue_bytes)
+        if self._writer is not None and self._writer.error is not None:
+            raise RuntimeError("states were not written") from self._writer.error
         for save in saves:
             self._writer.put(save, self._gather(save))
         return {save.request_id for save in saves} or None, None

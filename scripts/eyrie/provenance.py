@@ -1,8 +1,10 @@
-"""What made a file: versions of the packages, and a hash of the code that rules depend on."""
+"""What made a file: versions of the packages, a hash of the code that rules depend on, and how
+much memory it took."""
 
 import ast
 import hashlib
 import platform
+import resource
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -18,6 +20,11 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def project_modules(path: Path, root: Path) -> list[Path]:

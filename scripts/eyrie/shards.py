@@ -4,6 +4,7 @@
     loss_mask      bool   [tokens]              true where the verifier wrote the token
     row_offsets    int64  [rows + 1]            row r is tokens row_offsets[r] : row_offsets[r + 1]
     row_ids        uint8  [rows, 16]            hash of the conversation
+    turns          uint8  [bytes]             JSON, each row's later user turns; prompts only
     hidden_states  bf16   [tokens, n_aux + 1, hidden]   hidden shards only
 
 Nothing is padded. The header's metadata says what made the file, in one entry of JSON:
@@ -54,14 +55,16 @@ class Rows:
     """The tokens of some conversations.
 
     input_ids int32 [tokens], loss_mask bool [tokens], row_offsets int64 [rows + 1],
-    row_ids uint8 [rows, 16]; metadata is the header's.
+    row_ids uint8 [rows, 16]; metadata is the header's. turns: of each prompt, None or the messages
+    and tools of a conversation with several user turns to answer.
     """
 
     input_ids: torch.Tensor
     loss_mask: torch.Tensor
     row_offsets: torch.Tensor
     row_ids: torch.Tensor
-    metadata: dict[str, str]
+    metadata: dict
+    turns: list[dict | None] | None = None
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -80,7 +83,8 @@ class Rows:
         ids: list[list[int]],
         masks: list[list[bool]],
         row_ids: list[bytes],
-        metadata: dict[str, str],
+        metadata: dict,
+        turns: list[dict | None] | None = None,
     ) -> "Rows":
         lengths = [0] + [len(row) for row in ids]
         return cls(
@@ -89,15 +93,20 @@ class Rows:
             torch.tensor(lengths).cumsum(0),
             torch.from_numpy(np.frombuffer(b"".join(row_ids), np.uint8).reshape(-1, 16).copy()),
             metadata,
+            list(turns) if turns and any(turns) else None,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {
+        tensors = {
             "input_ids": self.input_ids,
             "loss_mask": self.loss_mask,
             "row_offsets": self.row_offsets,
             "row_ids": self.row_ids,
         }
+        if self.turns:
+            text = json.dumps(self.turns, sort_keys=True).encode()
+            tensors["turns"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return tensors
 
 
 def header_metadata(rows: Rows) -> dict[str, str]:
@@ -121,6 +130,8 @@ def read_rows(path: str | Path) -> Rows:
                 *(file.get_tensor(k) for k in ("input_ids", "loss_mask", "row_offsets", "row_ids")),
                 metadata,
             )
+            if "turns" in file.keys():
+                rows.turns = json.loads(file.get_tensor("turns").numpy().tobytes())
     except ShardError:
         raise
     except Exception as error:  # safetensors raises its own SafetensorError, OSError, KeyError

@@ -101,7 +101,7 @@ def test_thinking_is_supervised_where_it_is_repeated():
     # Of two thinking answers the template repeats the last; the first is context.
     both = chat.answers([*messages, *talk("mouse?", "<think>\nmore\n</think>\n\ny")])
     assert supervised(chat, both) == "<think>\nmore\n</think>\n\ny<|im_end|>"
-    assert both.lost == 1
+    assert both.lost == [0]
     assert "real" not in chat.tokenizer.decode(both.ids)
 
 
@@ -135,6 +135,24 @@ def test_tool_calls_are_supervised_and_results_are_not():
     text = chat.tokenizer.decode(row.ids)
     assert "<tool_response>\nsun\n</tool_response>" in text and "# Tools" in text
     assert "None" not in text and "null" not in text
+
+
+def test_turns_of_one_role_in_a_row():
+    chat = CHATS["chatml"]
+    row = chat.answers([*talk("a"), *talk("b", "c")])
+    assert supervised(chat, row) == "c<|im_end|>"
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("look", "listen")]
+    said = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "sun"},
+        {"role": "tool", "content": "wind"},
+        {"role": "assistant", "content": "fine"},
+    ]
+    conversation = read_conversation({"messages": said})
+    wrote = supervised(CHATS["qwen3"], CHATS["qwen3"].answers(conversation.messages))
+    assert '"look"' in wrote and '"listen"' in wrote and wrote.endswith("fine<|im_end|>")
+    assert "sun" not in wrote and "wind" not in wrote
 
 
 def test_a_template_without_tools_rejects_them():

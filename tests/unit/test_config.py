@@ -48,7 +48,7 @@ def test_the_default_is_valid():
         ("shard.date", "today", "shard.date"),
         ("shard.answers", "model", "'verifier' or 'dataset'"),
         ("shard.max_length", 100, "leaves no room"),
-        ("shard.max_length", 600, "longer than extract.max_model_len"),
+        ("shard.max_length", 600, "must be less than extract.max_model_len"),
         ("runs.new", {"data": "2k"}, "there is no data set '2k'"),
         ("draft.num_key_value_heads", 2, "no multiple"),
     ],

@@ -68,6 +68,8 @@ def made_up() -> dict:
             "rows": 1_000,
             "tokens": 503_000,
             "supervised_tokens": 451_766,
+            "answers": 1_000,
+            "cut_answers": 350,
             "bytes": 2_317_824_000,
             "header_bytes": 4_096,
             "layer_ids": [2, 15, 27, 30],

@@ -1,23 +1,45 @@
+import contextlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import tiny
 
 from eyrie.shards import read_rows
+from shard import main
 
 SCRIPT = Path(__file__).parents[2] / "scripts/shard.py"
 
 
 def shard(inputs: Path, out: Path, conversations: Path, limit: int | None, *options: str):
-    command = [sys.executable, str(SCRIPT), "--conversations", str(conversations)]
+    """Run scripts/shard.py in this process, which has its imports done."""
+    command = [str(SCRIPT), "--conversations", str(conversations)]
     command += ["--tokenizer", str(inputs / "verifier"), "--out", str(out)]
     command += ["--limit", str(limit)] if limit else []
     command += ["--benchmark", str(inputs / "prompts.jsonl"), "--shard-size", "10"]
     command += ["--max-length", "64", "--max-new-tokens", "16", *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run(command)
+
+
+def run(command: list[str]) -> SimpleNamespace:
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch("sys.argv", command),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            # As the interpreter does with a message.
+            code = 1 if isinstance(end.code, str) else end.code
+            print(end.code, file=sys.stderr)
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def account(out: Path) -> dict:
@@ -170,6 +192,22 @@ def test_truncation_that_leaves_no_answer_rejects(inputs, tmp_path):
     assert done.returncode == 1 and "1  too few supervised tokens" in done.stderr
 
 
+@pytest.mark.parametrize("answers", ["verifier", "dataset"])
+def test_a_row_of_forty_megabytes(inputs, tmp_path, answers):
+    rows = [talk("x" * (40 << 20), "yes"), talk("the owl", "x" * (40 << 20))]
+    rows += [talk(f"{tiny.sentence(i)} {i}", tiny.sentence(i + 1)) for i in range(2000)]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    command = [sys.executable, str(SCRIPT), "--conversations", str(path), "--answers", answers]
+    command += ["--tokenizer", str(inputs / "verifier"), "--out", str(tmp_path / "out")]
+    subprocess.run([*command, "--max-length", "64", "--max-new-tokens", "16"], check=True)
+    found = account(tmp_path / "out")
+    # The first has no room for its answer; the answer of the second is cut.
+    reason = "prompt too long" if answers == "verifier" else "too few supervised tokens"
+    assert found["reasons"][reason] == 1
+    assert found["truncated"] == (answers == "dataset")
+    assert found["peak_rss_bytes"] < 1.2e9
+
+
 def test_rows_without_an_answer_and_a_reason_of_too_many(inputs, tmp_path):
     rows = [talk("the owl") for _ in range(20)]
     path = write(tmp_path / "rows.jsonl", *rows, *(talk("a", tiny.sentence(i)) for i in range(5)))
@@ -206,9 +244,9 @@ def test_tokenised_rows_are_taken_as_they_are(inputs, tmp_path):
 def test_show_prints_any_row(inputs, tmp_path):
     path = write(tmp_path / "r.jsonl", *(talk("the owl", tiny.sentence(i)) for i in range(15)))
     assert shard(inputs, tmp_path / "out", path, None, *DATASET).returncode == 0
-    command = [sys.executable, str(SCRIPT), "--tokenizer", str(inputs / "verifier")]
+    command = [str(SCRIPT), "--tokenizer", str(inputs / "verifier")]
     command += ["--out", str(tmp_path / "out"), "--show"]
-    done = subprocess.run([*command, "12"], capture_output=True, text=True, check=True)
+    done = run([*command, "12"])
     assert f"»{tiny.sentence(12)}<|im_end|>«" in done.stdout
-    done = subprocess.run([*command, "15"], capture_output=True, text=True, check=False)
+    done = run([*command, "15"])
     assert done.returncode == 1 and "15 rows, numbered from 0" in done.stderr

@@ -129,6 +129,29 @@ def test_answers_of_the_data_itself(job):
     assert tokenizer.decode(written) in answers
 
 
+def test_several_turns_are_answered_in_one_load(job):
+    from transformers import AutoTokenizer
+
+    config = ["results=results/turns", "shard={max_turns: 0, max_length: 100}"]
+    snakemake(job, "results/turns/data/tiny/hidden.json", "--config", *config)
+    check_states(job / "inputs/verifier", job / "results/turns")
+    summary = json.loads((job / "results/turns/data/tiny/hidden.json").read_text())
+    assert summary["rows"] == 24 and summary["answers"] == 48
+    tokenizer = AutoTokenizer.from_pretrained(job / "inputs/verifier")
+    rows = read_rows(job / "results/turns/data/tiny/hidden/00000.safetensors")
+    supervised = []
+    for index in range(len(rows)):
+        start, end = rows.row_offsets[index : index + 2].tolist()
+        mask = rows.loss_mask[start:end].int()
+        text = tokenizer.decode(rows.input_ids[start:end])
+        assert text.count("<|im_start|>user") == 2 and text.count("<|im_start|>assistant") == 2
+        supervised.append(int((mask.diff() == 1).sum()))
+    # A random verifier writes bytes that are no text, too, and of some answers nothing is left.
+    assert set(supervised) <= {0, 1, 2} and sum(supervised) > 1.5 * len(rows)
+    log = (job / "results/turns/logs/extract_tiny.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["answers"] for line in log) == 48
+
+
 def test_bytes_on_disk_are_the_states_and_little_else(job):
     summary = json.loads((job / "results/tiny/data/tiny/hidden.json").read_text())
     states = summary["tokens"] * 4 * summary["hidden_size"] * 2
@@ -211,7 +234,7 @@ def test_a_killed_extraction_makes_only_what_is_missing(job):
     middle = hidden / "00001.safetensors"
     before = {p.name: (p.stat().st_ino, p.read_bytes()) for p in hidden.iterdir()}
     store = job / "results/tiny/.state/store"
-    (stored,) = [p for p in store.iterdir() if p.samefile(middle)]
+    (stored,) = [p for p in store.glob("*.safetensors") if p.samefile(middle)]
     stored.unlink()
     middle.unlink()
     output = snakemake(job, str(middle.relative_to(job)))
@@ -219,9 +242,34 @@ def test_a_killed_extraction_makes_only_what_is_missing(job):
     for path in hidden.iterdir():
         if path != middle:
             assert path.stat().st_ino == before[path.name][0]
-    assert len(list(store.iterdir())) == 3
+    assert len(list(store.glob("*.safetensors"))) == len(list(store.glob("*.json"))) == 3
     log = (job / "results/tiny/logs/extract_tiny.jsonl").read_text().splitlines()
     assert [json.loads(line)["shard"] for line in log] == [1]
+
+
+def test_a_damaged_shard_is_set_aside_and_made_again(job):
+    hidden = job / "results/tiny/data/tiny/hidden"
+    store = job / "results/tiny/.state/store"
+    with open(hidden / "00002.safetensors", "r+b") as file:
+        file.seek(-5000, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-5000, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+    command = [sys.executable, str(ROOT / "scripts/store.py"), "verify", str(store)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout.count("its content is not what was written") == 1
+    (hidden / "00000.safetensors").unlink()
+    output = snakemake(job, "results/tiny/data/tiny/hidden/00000.safetensors")
+    assert "is made again, its content is not what was written" in output
+    assert "3 shards, 2 in the store, 1 to make" in output
+    subprocess.run(command, check=True)
+    check_states(job / "inputs/verifier", job / "results/tiny")
+    command[2:] = ["prune", str(store), "--yes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.count("deleted") == 1 and ".damaged" in done.stdout
+    command[2:] = ["list", str(store)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "tiny: " in done.stdout and "(no output)" not in done.stdout
 
 
 def train(job: Path, out: Path) -> list[str]:
@@ -250,6 +298,8 @@ def train(job: Path, out: Path) -> list[str]:
         "warmup-ratio": 0.1,
         "ttt-steps": 3,
         "ttt-decay": 1.0,
+        "ttt-warmup-epochs": 1,
+        "noise": 0.2,
         "total-seq-len": 64,
         "held-out": 0.2,
         "seed": 0,

@@ -1,0 +1,126 @@
+from types import SimpleNamespace
+
+import pytest
+import tiny
+from templates import FAMILIES
+
+from extract import Talk, fingerprint, row_seed
+from eyrie.chat import Chat
+from eyrie.config import Extract, Shard, Verifier
+
+
+def chat_of(name: str) -> Chat:
+    template, control, bos, eos, *_ = FAMILIES[name]
+    return Chat(tiny.make_tokenizer(template, control, bos, eos))
+
+
+def answer(talk: Talk, text: str, cut: bool = False) -> list[int] | None:
+    tokenizer = talk.chat.tokenizer
+    return talk.answered(tokenizer(text).input_ids, cut)
+
+
+def users(*texts: str) -> dict:
+    head = [{"role": "system", "content": "be brief"}]
+    return {"messages": head + [{"role": "user", "content": t} for t in texts], "tools": None}
+
+
+def supervised(chat: Chat, row) -> str:
+    return chat.tokenizer.decode([i for i, m in zip(row.ids, row.mask, strict=True) if m])
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "deepseek", "mistral"])
+def test_each_turn_is_asked_with_the_answers_before(name):
+    chat, end = chat_of(name), FAMILIES[name][4]
+    talk = Talk(chat, users("the owl", "a mouse", "run"), 1000)
+    prompt = answer(talk, "sees" + end)
+    text = chat.tokenizer.decode(prompt)
+    assert "sees" + end in text and text.index("sees") < text.index("a mouse")
+    assert answer(talk, "waits", cut=True) is not None
+    assert answer(talk, "falls" + end) is None
+    (row,) = talk.rows()
+    assert row.ids[: len(prompt)] == prompt
+    # The limit ended the second answer, so its end of turn is the template's.
+    space = " " if name == "mistral" else ""
+    assert supervised(chat, row) == f"{space}sees{end}{space}waits{space}falls{end}"
+
+
+def test_a_conversation_ends_with_the_last_turn_that_fits():
+    chat = chat_of("chatml")
+    room = len(chat.prompt(users("the owl")["messages"]).ids) + 8
+    talk = Talk(chat, users("the owl", "a mouse " * 9, "run"), room)
+    assert answer(talk, "sees<|im_end|>") is None
+    (row,) = talk.rows()
+    assert supervised(chat, row) == "sees<|im_end|>" and "mouse" not in chat.tokenizer.decode(
+        row.ids
+    )
+
+
+def test_answers_whose_thinking_is_dropped_have_a_row_of_their_own():
+    chat = chat_of("qwen3")
+    talk = Talk(chat, users("owl?", "mouse?", "grass?"), 1000)
+    think = "<think>\n{}\n</think>\n\n{}<|im_end|>"
+    prompt = answer(talk, think.format("one", "a"))
+    assert "one" not in chat.tokenizer.decode(prompt)
+    answer(talk, "b<|im_end|>")
+    assert answer(talk, think.format("three", "c")) is None
+    whole, first = talk.rows()
+    assert supervised(chat, whole) == "b<|im_end|>" + think.format("three", "c")
+    assert supervised(chat, first) == think.format("one", "a")
+    assert first.ids[-1:] != whole.ids[-1:] or len(first.ids) < len(whole.ids)
+
+
+def test_seeds_are_of_the_row_and_the_turn():
+    seeds = {row_seed(bytes([row] * 16), turn, seed) for row in (1, 2) for turn in (1, 2)
+             for seed in (0, 1)}  # fmt: skip
+    assert len(seeds) == 8 and all(0 <= seed < 2**32 for seed in seeds)
+    assert row_seed(b"x" * 16, 3, 0) == row_seed(b"x" * 16, 3, 0)
+
+
+# Where each key of the config that could change a state goes.
+IN_FINGERPRINT = {
+    "layer_ids": [1, 2, 3],
+    "dtype": "bfloat16",
+    "max_model_len": 256,
+    "answers": "dataset",
+    "max_new_tokens": 8,
+    "max_length": 32,
+}
+# Their numbers count only where answers are sampled.
+IN_FINGERPRINT_OF_SAMPLES = {"top_p": 0.5, "seed": 1}
+# The token shard's content follows them, and its hash is in the fingerprint.
+IN_THE_TOKENS = {
+    "shard_size", "min_supervised_tokens", "max_turns", "on_bad_file", "max_reject_fraction",
+    "system_turns", "date", "template_options",
+}  # fmt: skip
+# The verifier's files and source are its identity.
+IN_THE_VERIFIER = {"source", "sha256", "chat_template", "trust_remote_code"}
+CHANGE_NO_NUMBER = {
+    "gpus", "gpu_memory_utilization", "kv_cache_gib", "max_num_seqs", "max_num_batched_tokens",
+    "runtime",
+}  # fmt: skip
+
+
+def test_every_key_is_in_the_fingerprint_or_changes_no_number(tmp_path):
+    keys = {*Extract.model_fields, *Shard.model_fields, *Verifier.model_fields}
+    known = {*IN_FINGERPRINT, *IN_FINGERPRINT_OF_SAMPLES, "temperature"}
+    assert keys == known | IN_THE_TOKENS | IN_THE_VERIFIER | CHANGE_NO_NUMBER
+    shard = tmp_path / "shard"
+    shard.write_bytes(b"tokens")
+    plain = {
+        "layer_ids": [1, 2], "dtype": "float32", "max_model_len": 128, "answers": "verifier",
+        "max_new_tokens": 16, "max_length": 64, "temperature": 0.0, "top_p": 1.0, "seed": 0,
+    }  # fmt: skip
+
+    def of(**changes) -> str:
+        return fingerprint(shard, "verifier", SimpleNamespace(**plain | changes))
+
+    for key, value in [*IN_FINGERPRINT.items(), ("temperature", 1.0)]:
+        assert of(**{key: value}) != of(), key
+    for key, value in IN_FINGERPRINT_OF_SAMPLES.items():
+        assert of(**{key: value}) == of()
+        assert of(temperature=1.0, **{key: value}) != of(temperature=1.0)
+    for key in CHANGE_NO_NUMBER:
+        assert of(**{key: 7}) == of()
+    before = of()
+    shard.write_bytes(b"other tokens")
+    assert of() != before != fingerprint(shard, "another", SimpleNamespace(**plain))

@@ -1,0 +1,53 @@
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from eyrie.shards import Rows, ShardError
+from eyrie.teacher import Teacher
+from eyrie.verifier import load_verifier_config
+
+
+@pytest.fixture(scope="module")
+def answered(inputs):
+    """Greedy answers of the tiny verifier, and every layer's states of them, the last one before
+    the final norm."""
+    model = AutoModelForCausalLM.from_pretrained(inputs / "verifier", dtype=torch.float32)
+    before_norm = []
+    model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0][0]))
+    ids, masks, states = [], [], []
+    for prompt in range(12):
+        tokens = torch.arange(5)[None] + 20 + prompt
+        with torch.no_grad():
+            tokens = model.generate(tokens, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+            out = model(tokens, output_hidden_states=True)
+        ids.append(tokens[0].tolist())
+        masks.append([False] * 5 + [True] * 20)
+        states.append(torch.stack([*(h[0] for h in out.hidden_states[1:4]), before_norm[-1]], 1))
+    rows = Rows.pack(ids, masks, [bytes([i] * 16) for i in range(12)], {})
+    return Teacher(inputs / "verifier", load_verifier_config(inputs / "verifier")), rows, states
+
+
+def write(path, states):
+    save_file({"hidden_states": torch.cat(states).bfloat16().contiguous()}, path)
+    return path
+
+
+def test_right_states_give_the_answers_back(answered, tmp_path):
+    teacher, rows, states = answered
+    assert teacher.check(write(tmp_path / "right", states), rows) > 0.97
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda states: [s[:, [0, 1, 2, 2]] for s in states],  # a layer off by one
+        lambda states: [s.roll(1, 0) for s in states],  # a token off by one
+        lambda states: states[1:] + states[:1],  # the states of another row
+    ],
+)
+def test_wrong_states_stop_the_job(answered, tmp_path, wrong):
+    teacher, rows, states = answered
+    path = write(tmp_path / "wrong", wrong(states))
+    with pytest.raises(ShardError, match="wrong layer, norm or row"):
+        teacher.check(path, rows)
