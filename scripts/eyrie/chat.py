@@ -97,6 +97,7 @@ class Chat:
         self.stand_ins = {word: chr(PRIVATE + i) for i, word in enumerate(words)}
         # No text of n tokens has more characters than n of these.
         self.longest = max(map(len, tokenizer.get_vocab()))
+        self.encoded: tuple = (None, None)
         template = tokenizer.get_chat_template()
         self.tags = bool(re.search(r"\{%-?\s*generation\b", template))
         self.takes_system = self._takes_system()
@@ -181,7 +182,9 @@ class Chat:
         for i in answers:
             before = self.render(messages[:i], tools, prompt=True)
             after = text if i + 1 == len(messages) else self.render(messages[: i + 1], tools, False)
-            end = len(os.path.commonprefix([after, text]))  # noqa: RUF071, of text it is right
+            end = len(after)
+            if not text.startswith(after):
+                end = len(os.path.commonprefix([after, text]))  # noqa: RUF071, of text it is right
             # Templates trim an answer, so it need not begin where it does in the message.
             span = text[len(before) : end]
             calls = [call["function"]["name"] for call in messages[i].get("tool_calls", [])]
@@ -232,8 +235,12 @@ class Chat:
         stand-ins, are encoded piece by piece between `edges` and control tokens.
         """
         if self.tokenizer.is_fast and not self.stand_in.search(text):
-            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            return encoded.input_ids, np.array([a for a, _ in encoded.offset_mapping], np.int64)
+            # A row that fits is asked for twice: whether it does, and for its mask.
+            if text != self.encoded[0]:
+                found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+                starts = np.array([start for start, _ in found.offset_mapping], np.int64)
+                self.encoded = text, (found.input_ids, starts)
+            return self.encoded[1]
         cuts = {0, len(text), *edges}
         for match in self.control.finditer(text):
             cuts |= set(match.span())
@@ -280,19 +287,33 @@ class Chat:
         ]
         messages, control = self.prepared(messages)
         ends = [i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"]
-
-        def length(end: int) -> int:
-            text = self.render(messages[:end], tools, prompt=False)
-            return len(self.encode(text)[0]) if len(text) <= room else max_length + 1
-
-        fit = len(ends)
-        if length(ends[-1]) > max_length:
-            fit = bisect.bisect_right(ends, max_length, hi=len(ends) - 1, key=length)
+        fit = self.answers_that_fit(messages, tools, ends, max_length)
         messages = messages[: ends[max(fit, 1) - 1]]
         row = self.masked(self.rendered(messages, tools), messages)
         row.truncated, row.control = fit < len(ends), control
         row.ids, row.mask = row.ids[:max_length], row.mask[:max_length]
         return row
+
+    def answers_that_fit(self, messages, tools, ends: list[int], max_length: int) -> int:
+        """How many answers, whose messages end at `ends`, fit into `max_length` from the front.
+
+        The text is tokenised once, and no more of it than is likely to be needed.
+        """
+        whole = self.render(messages, tools, prompt=False)
+        head = whole[: 6 * max_length]
+        starts = self.encode(head)[1]
+        if len(starts) <= max_length and len(head) < len(whole):
+            head, starts = whole, self.encode(whole)[1]
+        if len(starts) <= max_length:
+            return len(ends)
+
+        def length(end: int) -> int:
+            text = self.render(messages[:end], tools, prompt=False)
+            if not whole.startswith(text):
+                return len(self.encode(text)[0])
+            return int(np.searchsorted(starts, len(text)))
+
+        return bisect.bisect_right(ends, max_length, key=length)
 
     def masked(self, rendered: Rendered, messages: list[dict]) -> Row:
         """Tokens and mask of a rendered conversation: each answer to its end-of-turn token, which
