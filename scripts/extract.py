@@ -241,8 +241,7 @@ class Extraction:
 
     def begin(self, shard: Shard, row: int) -> None:
         prompts = shard.prompts
-        start, end = prompts.row_offsets[row : row + 2].tolist()
-        ids = prompts.input_ids[start:end].tolist()
+        ids = prompts.row(row).tolist()
         turns = prompts.turns[row] if prompts.turns else None
         if turns:
             room = self.args.max_length - self.args.max_new_tokens
@@ -250,7 +249,7 @@ class Extraction:
         if self.answering:
             self.submit(shard, row, ids, generate=True, states=not turns)
         else:
-            self.submit_states(shard, row, ids, prompts.loss_mask[start:end].tolist())
+            self.submit_states(shard, row, ids, prompts.mask(row).tolist())
 
     def finished(self, request: Request, output) -> None:
         shard, row, ids = request.shard, request.row, request.ids

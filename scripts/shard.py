@@ -342,9 +342,7 @@ def show(args) -> None:
     for path in sorted((args.out / "shards").glob("*.safetensors")):
         rows = read_shard(path)
         if number < len(rows):
-            start, end = rows.row_offsets[number : number + 2].tolist()
-            part = slice(start, end)
-            print(chat.show(rows.input_ids[part].tolist(), rows.loss_mask[part].tolist()))
+            print(chat.show(rows.row(number).tolist(), rows.mask(number).tolist()))
             return
         number -= len(rows)
     raise DataError(f"{args.out}: its shards hold {args.show - number:,} rows, numbered from 0")

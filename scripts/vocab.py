@@ -62,8 +62,7 @@ def main() -> None:
         training, _ = split(shards, args.held_out)
         counts = torch.zeros(verifier.vocab_size, dtype=torch.int64)
         for shard, index in training:
-            start, end = shards[shard].row_offsets[index : index + 2].tolist()
-            written = shards[shard].input_ids[start:end][shards[shard].loss_mask[start:end]]
+            written = shards[shard].row(index)[shards[shard].mask(index)]
             counts += torch.bincount(written.long(), minlength=verifier.vocab_size)
         always = sorted({*tokenizer.all_special_ids, *verifier.eos_token_ids})
         d2t, t2d = choose(counts, always, args.size)

@@ -4,7 +4,7 @@
     loss_mask      bool   [tokens]              true where the verifier wrote the token
     row_offsets    int64  [rows + 1]            row r is tokens row_offsets[r] : row_offsets[r + 1]
     row_ids        uint8  [rows, 16]            hash of the conversation
-    turns          uint8  [bytes]             JSON, each row's later user turns; prompts only
+    turns          uint8  [bytes]               JSON, each row's later user turns; prompts only
     hidden_states  bf16   [tokens, n_aux + 1, hidden]   hidden shards only
 
 Nothing is padded. The header's metadata says what made the file, in one entry of JSON:
@@ -76,6 +76,10 @@ class Rows:
     def row(self, index: int) -> torch.Tensor:
         start, end = self.row_offsets[index : index + 2].tolist()
         return self.input_ids[start:end]
+
+    def mask(self, index: int) -> torch.Tensor:
+        start, end = self.row_offsets[index : index + 2].tolist()
+        return self.loss_mask[start:end]
 
     @classmethod
     def pack(
