@@ -27,6 +27,7 @@ for data in C.data:
         params:
             store=f"{R}/.state/store",
             layer_ids=C.extract.layer_ids,
+            states=C.extract.states,
             answers=C.shard.answers,
             max_new_tokens=C.shard.max_new_tokens,
             max_length=C.shard.max_length,
@@ -49,6 +50,7 @@ for data in C.data:
                 --summary {output.summary:q} \
                 --log {log:q} \
                 --layer-ids {params.layer_ids} \
+                --states {params.states} \
                 --answers {params.answers} \
                 --max-new-tokens {params.max_new_tokens} \
                 --max-length {params.max_length} \

@@ -205,7 +205,7 @@ def main() -> None:
     engine.add_arguments(parser)
     args = parser.parse_args()
 
-    engine.prepare(args.gpus, args.kv_cache_gib)
+    engine.prepare(args.gpus, args.kv_cache_gib, in_process=False)
     started = time.time()
     try:
         read_prompts(args.prompts, args.num_prompts)

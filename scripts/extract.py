@@ -25,17 +25,18 @@ from eyrie import engine, store
 from eyrie.chat import Chat, load_tokenizer
 from eyrie.files import link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
+from eyrie.memory import extraction_memory, require_memory
 from eyrie.provenance import peak_rss_bytes
 from eyrie.shards import (
     HEADER_BYTES,
-    STATES_DTYPE,
+    STATES_DTYPES,
     HiddenShardWriter,
     Rows,
     ShardError,
     check_hidden,
     read_rows,
 )
-from eyrie.teacher import Teacher
+from eyrie.teacher import SAMPLE, Teacher
 from eyrie.verifier import VerifierConfig, load_verifier_config
 
 
@@ -46,6 +47,7 @@ def fingerprint(token_shard: Path, verifier: str, args) -> str:
         "verifier": verifier,
         "layer_ids": args.layer_ids,
         "dtype": args.dtype,
+        "states": args.states,
         "answers": args.answers,
         "max_model_len": args.max_model_len,
     }
@@ -96,36 +98,56 @@ class Talk:
         return rows
 
 
+# Rows of a shard whose log-probabilities are asked of the engine too, where its answers are not
+# the most likely tokens: with 128 tokens of each, enough to tell a wrong layer by far.
+PROBES = 4
+# The engine's bounds are not halved below so many tokens a step.
+LEAST_TOKENS = 16
+
+
 class Shard:
     """One hidden shard on its way: its prompts, what has come back, and what was written."""
 
-    def __init__(self, prompts: Rows, path: Path, number: int, layers: int, hidden: int):
+    def __init__(
+        self, prompts: Rows, path: Path, number: int, layers: int, hidden: int, states: str
+    ):
         self.prompts = prompts
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
         self.number = number
         self.state_shape = (layers, hidden)
+        self.dtype = STATES_DTYPES[states]
         self.unanswered = set(range(len(prompts)))
         self.talks: dict[int, Talk] = {}
         # Of each row whose states were asked for, by the number given to the connector.
         self.rows: dict[int, tuple[list[int], list[bool], bytes]] = {}
+        # Of some of these rows, the engine's own log-probabilities of tokens 1, 2, ...; None while
+        # they are awaited.
+        self.log_probs: dict[int, list[float] | None] = {}
         self.asked = self.answers = self.cut_answers = 0
-        for leftover in (self.partial, Path(f"{self.partial}.rows")):
+        for leftover in (self.partial, *self.beside):
             leftover.unlink(missing_ok=True)
+
+    @property
+    def beside(self) -> list[Path]:
+        return [Path(f"{self.partial}.{name}") for name in ("rows", "scales")]
 
     def row_id(self, row: int) -> bytes:
         return self.prompts.row_ids[row].numpy().tobytes()
 
     def is_written(self) -> bool:
-        return not self.unanswered and len(self.records()) == self.asked
+        awaited = self.unanswered or None in self.log_probs.values()
+        return not awaited and len(self.records()) == self.asked
 
     def records(self) -> list[dict]:
         from eyrie.connector import read_records
 
         return read_records(str(self.partial))
 
-    def finish(self, teacher: Teacher | None) -> dict:
+    def finish(self, teacher: Teacher, greedy: bool) -> dict:
         """Check what was written against what was asked for, then give the shard its name.
+
+        greedy: its answers are the verifier's most likely tokens.
 
         Raises:
             ShardError: states of other tokens, of another length, or not usable.
@@ -152,30 +174,45 @@ class Shard:
             row_ids.append(row_id)
         counted = {"answers": self.answers, "cut_answers": self.cut_answers}
         rows = Rows.pack(ids, masks, row_ids, {"fingerprint": self.path.stem, **counted})
-        HiddenShardWriter.finish(self.partial, rows, self.state_shape, STATES_DTYPE)
+        HiddenShardWriter.finish(self.partial, rows, self.state_shape, self.dtype)
         report = {
             "layer_norms": [
                 round(norm, 3) for norm in check_hidden(self.partial, rows, *self.state_shape)
             ]
         }
-        # Answers of several turns were read back from text, so a token may differ.
-        if teacher is not None and not self.prompts.turns:
+        if greedy:
             report["given_back"] = round(teacher.check(self.partial, rows), 4)
+        else:
+            places = {record["row"]: place for place, record in enumerate(records)}
+            probes = {places[row]: probs for row, probs in self.log_probs.items()}
+            report["log_prob_error"] = round(teacher.compare(self.partial, rows, probes), 4)
+        if self.dtype != STATES_DTYPES["bf16"]:
+            lost, squares = (
+                np.sum([record[name] for record in records], 0) for name in ("lost", "squares")
+            )
+            report["round_trip_error"] = np.sqrt(lost / squares).round(5).tolist()
         store.seal(self.partial, self.path)
-        Path(f"{self.partial}.rows").unlink()
+        for leftover in self.beside:
+            leftover.unlink(missing_ok=True)
         return report
 
 
 @dataclass
 class Request:
-    """What the engine was asked: to answer `ids`, to hand over their states as row `number`, or
-    both."""
+    """What the engine was asked: to answer `ids`, to hand over their states as row `number` of
+    the shard, both, or to tell the log-probabilities of that row's first tokens."""
 
     shard: Shard
-    row: int
+    row: int | None
     ids: list[int]
-    generate: bool
-    number: int | None
+    generate: bool = False
+    number: int | None = None
+    probe: bool = False
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an engine's step failed for want of memory; a worker process tells it in words."""
+    return "out of memory" in str(error).lower() or "can't allocate memory" in str(error)
 
 
 class Extraction:
@@ -187,16 +224,18 @@ class Extraction:
 
         self.args, self.missing = args, missing
         self.answering = args.answers == "verifier"
-        # Only greedy answers are the most likely tokens.
-        greedy = self.answering and not args.temperature
-        self.teacher = Teacher(args.verifier, config) if greedy else None
+        # Several answers are read back from text, so a token may differ.
+        turns = any(shard.prompts.turns for shard in missing)
+        self.greedy = self.answering and not args.temperature and not turns
+        self.teacher = Teacher(args.verifier, config)
         self.llm = LLM(
             **engine.engine_arguments(args),
-            **engine.extraction_arguments(args.layer_ids, args.gpus),
+            **engine.extraction_arguments(args.layer_ids, args.gpus, args.states),
         )
         self.loaded = self.opened = time.time()
         self.running: dict[str, Request] = {}
-        self.tokens = self.submitted = 0
+        self.tokens = self.sent = 0
+        self.halvings: list[dict] = []
         self.chats: dict[str, Chat] = {}
         total = sum(len(shard.prompts) for shard in missing)
         self.progress = tqdm(total=total, unit=" rows", desc="extract", mininterval=5)
@@ -210,34 +249,49 @@ class Extraction:
             self.chats[key] = Chat(tokenizer, **settings)
         return self.chats[key]
 
-    def submit(self, shard: Shard, row: int, ids: list[int], generate: bool, states: bool) -> int:
-        """Give the engine a request; returns the number of its row of states."""
+    def send(self, request: Request) -> None:
         from vllm import SamplingParams
 
-        args, extra, number = self.args, None, None
+        args, shard, number = self.args, request.shard, request.number
+        extra = None
+        if number is not None and not request.probe:
+            # Prompts alone have their place from the start; all else is appended as it finishes.
+            offset = None if self.answering else int(shard.prompts.row_offsets[number])
+            target = {"shard": str(shard.partial), "row": number, "offset": offset}
+            extra = {"kv_transfer_params": target | {"include_output_tokens": request.generate}}
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        if request.generate:
+            sampling = SamplingParams(
+                max_tokens=args.max_new_tokens,
+                temperature=args.temperature,
+                top_p=args.top_p,
+                seed=row_seed(shard.row_id(request.row), len(request.ids), args.seed),
+            )
+        sampling.detokenize, sampling.extra_args = False, extra
+        sampling.prompt_logprobs = 0 if request.probe else None
+        name = str(self.sent)
+        self.sent += 1
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": request.ids}, sampling)
+        self.running[name] = request
+
+    def submit(self, shard: Shard, row: int, ids: list[int], generate: bool, states: bool) -> int:
+        """Ask for an answer, or states, or both; returns the number of the row of states."""
+        number = None
         if states:
             number, shard.asked = shard.asked, shard.asked + 1
-            # Prompts alone have their place from the start; all else is appended as it finishes.
-            offset = None if self.answering else int(shard.prompts.row_offsets[row])
-            target = {"shard": str(shard.partial), "row": number, "offset": offset}
-            extra = {"kv_transfer_params": target | {"include_output_tokens": generate}}
-        sampling = SamplingParams(
-            temperature=args.temperature if generate else 0.0,
-            top_p=args.top_p,
-            seed=row_seed(shard.row_id(row), len(ids), args.seed),
-            max_tokens=args.max_new_tokens if generate else 1,
-            detokenize=False,
-            extra_args=extra,
-        )
-        name = str(self.submitted)
-        self.submitted += 1
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
-        self.running[name] = Request(shard, row, ids, generate, number)
+        self.send(Request(shard, row, ids, generate, number))
         return number
 
     def submit_states(self, shard: Shard, row: int, ids: list[int], mask: list[bool]) -> None:
         number = self.submit(shard, row, ids, generate=False, states=True)
+        self.take(shard, row, number, ids, mask)
+
+    def take(self, shard: Shard, row: int, number: int, ids: list[int], mask: list[bool]) -> None:
+        """Note a row's tokens, now that they are known, and have some looked at twice."""
         shard.rows[number] = (ids, mask, shard.row_id(row))
+        if not self.greedy and len(shard.log_probs) < PROBES and len(ids) > 1:
+            shard.log_probs[number] = None
+            self.send(Request(shard, None, ids[:SAMPLE], number=number, probe=True))
 
     def begin(self, shard: Shard, row: int) -> None:
         prompts = shard.prompts
@@ -253,12 +307,18 @@ class Extraction:
 
     def finished(self, request: Request, output) -> None:
         shard, row, ids = request.shard, request.row, request.ids
-        written = list(output.token_ids)
+        written = list(output.outputs[0].token_ids)
         self.tokens += len(ids) + len(written)
         if request.generate:
-            cut = output.finish_reason == "length"
+            cut = output.outputs[0].finish_reason == "length"
             shard.answers, shard.cut_answers = shard.answers + 1, shard.cut_answers + cut
-        if request.generate and request.number is None:
+        if request.probe:
+            probabilities = output.prompt_logprobs[1:]
+            shard.log_probs[request.number] = [
+                position[token].logprob
+                for position, token in zip(probabilities, ids[1:], strict=True)
+            ]
+        elif request.generate and request.number is None:
             talk = shard.talks[row]
             prompt = talk.answered(written, cut)
             if prompt:
@@ -270,16 +330,54 @@ class Extraction:
             # No forward pass has seen the last token, so it has no state.
             tokens = ids + written[:-1]
             mask = [False] * len(ids) + [True] * (len(tokens) - len(ids))
-            shard.rows[request.number] = (tokens, mask, shard.row_id(row))
+            self.take(shard, row, request.number, tokens, mask)
         if row in shard.unanswered:
             shard.unanswered.remove(row)
             self.progress.update()
             rate = self.tokens / (time.time() - self.loaded)
             self.progress.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
 
+    def ask_again(self, error: Exception) -> None:
+        """After an out-of-memory error: halve what the engine does at once, and ask again for all
+        that it had not handed over.
+
+        Raises:
+            ValueError: there is nothing left to halve.
+        """
+        llm = self.llm.llm_engine
+        scheduler = llm.engine_core.engine_core.scheduler
+        bounds = {
+            "max_num_seqs": max(scheduler.max_num_running_reqs // 2, 1),
+            "max_num_batched_tokens": scheduler.max_num_scheduled_tokens // 2,
+        }
+        if bounds["max_num_batched_tokens"] < LEAST_TOKENS:
+            raise ValueError(f"out of memory, even with {bounds} ({error})") from error
+        scheduler.max_num_running_reqs = bounds["max_num_seqs"]
+        scheduler.max_num_scheduled_tokens = bounds["max_num_batched_tokens"]
+        self.halvings.append(bounds)
+        log_line(self.args.log, out_of_memory=str(error).splitlines()[0], **bounds)
+        shown = ", ".join(f"{name} {value:,}" for name, value in bounds.items())
+        print(f"\nextract: out of memory; goes on with {shown}", flush=True)
+
+        running, self.running = self.running, {}
+        llm.abort_request(list(running))
+        # What had ended waits for a step that failed; its blocks may hold half of a state.
+        for request in [r for r in scheduler.requests.values() if r.is_finished()]:
+            scheduler._free_blocks(request)
+        if not llm.reset_prefix_cache():
+            raise ValueError(f"out of memory, and the engine cannot go on ({error})") from error
+        for request in running.values():
+            self.send(request)
+        underway = {(r.shard, r.number) for r in running.values() if not r.probe}
+        for shard in self.missing:
+            written = {record["row"] for record in shard.records()}
+            for number, (ids, _, _) in shard.rows.items():
+                if number not in written and (shard, number) not in underway:
+                    self.send(Request(shard, None, ids, number=number))
+
     def close_written(self) -> None:
         for shard in [shard for shard in self.missing if shard.is_written()]:
-            report = shard.finish(self.teacher)
+            report = shard.finish(self.teacher, self.greedy)
             self.missing.remove(shard)
             line = {
                 "shard": shard.number,
@@ -304,15 +402,21 @@ class Extraction:
                 self.begin(*item)
             if not self.running:
                 break
-            for output in self.llm.llm_engine.step():
+            try:
+                outputs = self.llm.llm_engine.step()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                outputs = []
+                self.ask_again(error)
+            for output in outputs:
                 if output.finished:
-                    self.finished(self.running.pop(output.request_id), output.outputs[0])
+                    self.finished(self.running.pop(output.request_id), output)
             self.close_written()
         # The states of the last rows are handed over by the step after their last token.
         deadline = time.time() + 60
         while self.missing and time.time() < deadline:
-            if self.args.gpus == 0:
-                self.llm.llm_engine.step()
+            self.llm.llm_engine.step()
             time.sleep(0.05)
             self.close_written()
         self.progress.close()
@@ -335,7 +439,35 @@ def bytes_at_most(args, missing: list[Shard]) -> int:
         rows, prompts = len(shard.prompts), len(shard.prompts.input_ids)
         answers = rows * args.max_new_tokens if args.answers == "verifier" else 0
         tokens += rows * args.max_length if shard.prompts.turns else prompts + answers
-    return tokens * int(np.prod(missing[0].state_shape)) * STATES_DTYPE.itemsize
+    layers, hidden = missing[0].state_shape
+    # A scale is a float32.
+    scales = 0 if missing[0].dtype == STATES_DTYPES["bf16"] else 4
+    return tokens * layers * (hidden * missing[0].dtype.itemsize + scales)
+
+
+def require_room(args, missing: list[Shard], config: VerifierConfig) -> None:
+    """Raise ValueError where the engine's cache cannot hold extract.max_num_seqs rows."""
+    from vllm.platforms import current_platform
+
+    answering = args.answers == "verifier"
+    longest = max(max(shard.prompts.lengths) for shard in missing)
+    longest += args.max_new_tokens if answering else 1
+    if any(shard.prompts.turns for shard in missing):
+        longest = args.max_length
+    memory = extraction_memory(
+        config,
+        sum(path.stat().st_size for path in args.verifier.glob("*.safetensors")),
+        4 if args.dtype == "float32" else 2,
+        len(args.layer_ids),
+        args.gpus,
+        args.max_num_batched_tokens,
+    )
+    device, cache = 0.0, args.kv_cache_gib * 2.0**30
+    if args.gpus:
+        share = args.gpu_memory_percent / 100
+        device, cache = current_platform.get_device_total_memory() * share, None
+    rows = sum(len(shard.prompts) for shard in missing)
+    require_memory(memory, device, cache, min(args.max_num_seqs, rows), longest)
 
 
 def run_engine(args, missing: list[Shard], config: VerifierConfig) -> dict:
@@ -343,7 +475,11 @@ def run_engine(args, missing: list[Shard], config: VerifierConfig) -> dict:
     extraction = Extraction(args, missing, config)
     extraction.run()
     loaded = extraction.loaded
-    return {"load_seconds": round(loaded - started, 2), "engine_seconds": time.time() - loaded}
+    return {
+        "load_seconds": round(loaded - started, 2),
+        "engine_seconds": round(time.time() - loaded, 2),
+        "halvings": extraction.halvings,
+    }
 
 
 def main() -> None:
@@ -362,9 +498,10 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--states", choices=["bf16", "fp8"], default="bf16", help="on disk")
     engine.add_arguments(parser)
     args = parser.parse_args()
-    engine.prepare(args.gpus, args.kv_cache_gib)
+    engine.prepare(args.gpus, args.kv_cache_gib, in_process=True)
     args.dtype = engine.resolve_dtype(args.dtype)
 
     started = time.time()
@@ -384,15 +521,21 @@ def main() -> None:
             if not stored[-1].exists() and stored[-1] not in [s.path for s in missing]:
                 missing.append(
                     Shard(
-                        read_rows(path), stored[-1], number, len(args.layer_ids), config.hidden_size
+                        read_rows(path),
+                        stored[-1],
+                        number,
+                        len(args.layer_ids),
+                        config.hidden_size,
+                        args.states,
                     )
                 )
         made = len(missing)
-        timings = {"load_seconds": 0.0, "engine_seconds": 0.0}
+        timings = {"load_seconds": 0.0, "engine_seconds": 0.0, "halvings": []}
         print(f"extract: {len(stored)} shards, {len(stored) - made} in the store, {made} to make")
         if missing:
             store.require_space(args.store, bytes_at_most(args, missing))
             _lock = hold_gpus(args.gpus)
+            require_room(args, missing, config)
             timings = run_engine(args, missing, config)
         linked = [link_or_copy(*pair) for pair in zip(stored, args.out, strict=True)]
     except (ShardError, ValueError, OSError) as error:
@@ -411,11 +554,12 @@ def main() -> None:
             "bytes": sum(path.stat().st_size for path in args.out),
             **{k: sum(r.metadata[k] for r in rows) for k in ("answers", "cut_answers")},
             "header_bytes": HEADER_BYTES * len(rows),
+            "states": args.states,
             "layer_ids": args.layer_ids,
             "hidden_size": config.hidden_size,
             "seconds": round(time.time() - started, 2),
             "peak_rss_bytes": peak_rss_bytes(),
-            **{k: round(v, 2) for k, v in timings.items()},
+            **timings,
         },
     )
 

@@ -83,8 +83,16 @@ class Engine(Block):
     max_num_batched_tokens: Positive
 
 
+def from_after(value):
+    """{after: [k, ...]}, the states after layers k counted from 0, as vLLM's ids, k + 1."""
+    if isinstance(value, dict) and list(value) == ["after"] and isinstance(value["after"], list):
+        return [k + 1 if isinstance(k, int) else k for k in value["after"]]
+    return value
+
+
 class Extract(Engine):
-    layer_ids: Annotated[list[Positive], Field(min_length=1)]
+    layer_ids: Annotated[list[Positive], BeforeValidator(from_after), Field(min_length=1)]
+    states: Literal["bf16", "fp8"]
     runtime: Positive
 
 

@@ -13,17 +13,19 @@ A request says where its states go, in SamplingParams(extra_args={"kv_transfer_p
                            forward pass has seen
 
 When a row's states are written, one JSON line {row, offset, tokens, ids} goes to
-`shard`.rows; `ids` is `token_hash` of the tokens that the engine held for those states. The
-line works the same in process, from a worker process, and on rank 0 of a tensor-parallel group.
+`shard`.rows; `ids` is `token_hash` of the tokens that the engine held for those states. For fp8
+states `lost` and `squares` are each layer's sums of squares of what rounding took, and of the
+states. The line works the same in process, from a worker process, and on rank 0 of a
+tensor-parallel group.
 """
 
 import contextlib
 import hashlib
 import json
-import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,8 +34,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     ExampleHiddenStatesConnector,
     extract_from_kv_cache,
 )
+from vllm.v1.request import RequestStatus
 
-from eyrie.shards import STATES_DTYPE, HiddenShardWriter
+from eyrie.shards import HiddenShardWriter, from_fp8, to_fp8
 
 
 def token_hash(ids: list[int]) -> str:
@@ -51,12 +54,30 @@ class Save:
 
 
 @dataclass
+class States:
+    """A row's states on the CPU: [tokens, layers, hidden] in the shard's dtype; fp8 has `scales`
+    [tokens, layers], and `record` says what rounding took."""
+
+    states: torch.Tensor
+    scales: torch.Tensor | None = None
+    record: dict = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return self.states.numel() * self.states.element_size()
+
+
+@dataclass
 class Saves(KVConnectorMetadata):
     saves: list[Save] = field(default_factory=list)
 
 
 class Writer:
-    """Writes rows in a thread; `put` waits while `limit` bytes are queued or being written."""
+    """Writes rows in a thread; `put` waits while `limit` bytes are queued or being written.
+
+    A row is written once, however often it is put: after an out-of-memory error the engine is
+    asked again for what may have been on its way.
+    """
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -65,10 +86,11 @@ class Writer:
         self.changed = threading.Condition()
         self.error: Exception | None = None
         self.next_offset: dict[str, int] = {}
+        self.known: set[tuple[str, int]] = set()
         threading.Thread(target=self._run, name="eyrie-states", daemon=True).start()
 
-    def put(self, save: Save, states: torch.Tensor) -> None:
-        size = states.numel() * states.element_size()
+    def put(self, save: Save, states: States) -> None:
+        size = states.bytes
         with self.changed:
             # A row larger than the limit goes alone.
             while self.pending and self.pending + size > self.limit and self.error is None:
@@ -76,7 +98,7 @@ class Writer:
             if self.error is not None:
                 raise RuntimeError(f"{save.target['shard']}: states not written") from self.error
             self.pending += size
-            self.queue.append((save, states, size))
+            self.queue.append((save, states))
             self.changed.notify_all()
 
     def _run(self) -> None:
@@ -84,42 +106,41 @@ class Writer:
             with self.changed:
                 while not self.queue:
                     self.changed.wait()
-                save, states, size = self.queue.popleft()
+                save, states = self.queue.popleft()
             try:
                 self._write(save, states)
             except Exception as error:
                 self.error = error
             with self.changed:
-                self.pending -= size
+                self.pending -= states.bytes
                 self.changed.notify_all()
 
-    def _write(self, save: Save, states: torch.Tensor) -> None:
-        shard, offset = save.target["shard"], save.target["offset"]
+    def _write(self, save: Save, found: States) -> None:
+        shard, offset, tokens = save.target["shard"], save.target["offset"], len(found.states)
         if offset is None:
             offset = self.next_offset.get(shard, 0)
-            self.next_offset[shard] = offset + len(states)
-        descriptor = os.open(shard, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            HiddenShardWriter.write_states(descriptor, offset, states)
-        finally:
-            os.close(descriptor)
+            self.next_offset[shard] = offset + tokens
+        HiddenShardWriter.write_states(Path(shard), offset, found.states, found.scales)
         record = {
             "row": save.target["row"],
             "offset": offset,
-            "tokens": len(states),
+            "tokens": tokens,
             "ids": token_hash(save.token_ids),
+            **found.record,
         }
         with open(shard + ".rows", "a") as file:
             file.write(json.dumps(record) + "\n")
 
 
 class EyrieConnector(ExampleHiddenStatesConnector):
-    """See the module. extra config: `queue_bytes`, the most that may wait to be written."""
+    """See the module. extra config: `queue_bytes`, the most that may wait to be written, and
+    `states`, bf16 or fp8."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
         self._saves: list[Save] = []
-        self._queue_bytes = self._kv_transfer_config.get_from_extra_config("queue_bytes", 1 << 28)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        self._queue_bytes, self._fp8 = extra["queue_bytes"], extra["states"] == "fp8"
         self._writer: Writer | None = None
 
     # Scheduler side: note what has finished, hold its blocks until the worker has read them.
@@ -130,8 +151,8 @@ class EyrieConnector(ExampleHiddenStatesConnector):
 
     def request_finished(self, request, block_ids: list[int]) -> tuple[bool, dict | None]:
         target = request.kv_transfer_params or {}
-        # A request aborted before it ran, or one that asks for no states, has nothing to save.
-        if "shard" not in target or not block_ids:
+        # A request that was aborted, or asks for no states, has nothing to save.
+        if "shard" not in target or request.status == RequestStatus.FINISHED_ABORTED:
             return False, None
         if target["include_output_tokens"]:
             token_ids = list(request.all_token_ids)[:-1]
@@ -154,16 +175,25 @@ class EyrieConnector(ExampleHiddenStatesConnector):
         if self._writer is not None and self._writer.error is not None:
             raise RuntimeError("states were not written") from self._writer.error
         for save in saves:
-            self._writer.put(save, self._gather(save))
+            key = save.target["shard"], save.target["row"]
+            if key not in self._writer.known:
+                self._writer.known.add(key)
+                self._writer.put(save, self._gather(save))
         return {save.request_id for save in saves} or None, None
 
-    def _gather(self, save: Save) -> torch.Tensor:
-        """[tokens, layers, hidden] on the CPU, of one request's blocks."""
+    def _gather(self, save: Save) -> States:
+        """One request's states, from its blocks."""
         offsets = torch.arange(self._block_size)
         slots = (offsets + torch.tensor(save.block_ids)[:, None] * self._block_size).flatten()
         slots = slots[: len(save.token_ids)].to(self._kv_cache.device)
         states = extract_from_kv_cache(self._kv_cache, slots, len(save.token_ids))
-        return states.to(STATES_DTYPE).cpu()
+        if not self._fp8:
+            return States(states.to(torch.bfloat16).cpu())
+        stored, scales = to_fp8(states)
+        lost = from_fp8(stored, scales) - states.float()
+        squares = {"lost": lost.square(), "squares": states.float().square()}
+        record = {name: values.sum((0, 2)).tolist() for name, values in squares.items()}
+        return States(stored.cpu(), scales.cpu(), record)
 
 
 def read_records(shard: str) -> list[dict]:

@@ -10,12 +10,12 @@ from pathlib import Path
 QUEUE_BYTES = 1 << 28
 
 
-def prepare(gpus: int, kv_cache_gib: float) -> None:
-    """Set what vLLM reads from the environment; call it before vllm or torch is imported.
+def prepare(gpus: int, kv_cache_gib: float, in_process: bool) -> None:
+    """Set what vLLM reads from the environment; call it before vllm is imported.
 
-    On a CPU the engine runs in this process, which starts in 8 s instead of 25 and ends with
-    it, and the process is started again with Intel's OpenMP preloaded, as vLLM asks for:
-    speculative decoding is slow with the compiler's own.
+    in_process: the engine runs in this process, which starts sooner, ends with it, and outlives
+    an out-of-memory error. On a CPU it always does, and the process is started again with Intel's
+    OpenMP preloaded, as vLLM asks for: speculative decoding is slow with the compiler's own.
     """
     # vLLM warns of what every engine here chooses on purpose; its errors are told.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -26,9 +26,10 @@ def prepare(gpus: int, kv_cache_gib: float) -> None:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if scripts not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([scripts, *filter(None, paths)])
+    if in_process or not gpus:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if gpus:
         return
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
@@ -79,8 +80,10 @@ def engine_arguments(args) -> dict:
     return arguments
 
 
-def extraction_arguments(layer_ids: list[int], gpus: int) -> dict:
+def extraction_arguments(layer_ids: list[int], gpus: int, states: str) -> dict:
     """vLLM's arguments that make it keep the states of `layer_ids` and hand them over.
+
+    states: bf16 or fp8, in which they are stored.
 
     Ids follow vLLM: id k is the residual stream entering layer k, id L (the number of layers)
     the last one before the final norm. They must ascend: vLLM sorts and merges them.
@@ -95,14 +98,13 @@ def extraction_arguments(layer_ids: list[int], gpus: int) -> dict:
             "kv_connector": "EyrieConnector",
             "kv_connector_module_path": "eyrie.connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"queue_bytes": QUEUE_BYTES},
+            "kv_connector_extra_config": {"queue_bytes": QUEUE_BYTES, "states": states},
         },
+        # A step that fails for want of memory is then the only one under way.
+        "async_scheduling": False,
     }
     if not gpus:
-        arguments |= {
-            "scheduler_cls": "eyrie.scheduler.NoDraftScheduler",
-            "async_scheduling": False,
-        }
+        arguments["scheduler_cls"] = "eyrie.scheduler.NoDraftScheduler"
     return arguments
 
 

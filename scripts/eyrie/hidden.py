@@ -6,7 +6,7 @@ import torch
 from safetensors import safe_open
 
 from eyrie.chat import is_held_out
-from eyrie.shards import Rows, read_rows
+from eyrie.shards import Rows, read_rows, read_states
 
 
 def split(shards: list[Rows], fraction: float) -> tuple[list, list]:
@@ -53,5 +53,5 @@ class HiddenStates:
         return {
             "input_ids": rows.input_ids[start:end],
             "loss_mask": rows.loss_mask[start:end],
-            "hidden_states": self.files[shard].get_slice("hidden_states")[start:end],
+            "hidden_states": read_states(self.files[shard], start, end),
         }

@@ -5,7 +5,8 @@
     row_offsets    int64  [rows + 1]            row r is tokens row_offsets[r] : row_offsets[r + 1]
     row_ids        uint8  [rows, 16]            hash of the conversation
     turns          uint8  [bytes]               JSON, each row's later user turns; prompts only
-    hidden_states  bf16   [tokens, n_aux + 1, hidden]   hidden shards only
+    hidden_states  bf16   [tokens, n_aux + 1, hidden]   hidden shards only; or float8_e4m3fn, with
+    state_scales   f32    [tokens, n_aux + 1]           what to multiply them by
 
 Nothing is padded. The header's metadata says what made the file, in one entry of JSON:
 safetensors writes several entries in an order that differs from one process to the next. A hidden
@@ -28,16 +29,16 @@ from eyrie.files import atomic
 
 FORMAT = "eyrie-shard-1"
 
-# Room for the header of a hidden shard, whose sizes are known only at the end. Five tensors
+# Room for the header of a hidden shard, whose sizes are known only at the end. Six tensors
 # and their metadata take under 2 KiB.
 HEADER_BYTES = 4096
 
 # What states are stored in, whatever the engine computes in.
-STATES_DTYPE = torch.bfloat16
+STATES_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 SAFETENSORS_DTYPES = {
     torch.bfloat16: "BF16",
-    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.float32: "F32",
     torch.int32: "I32",
     torch.int64: "I64",
@@ -148,22 +149,66 @@ def read_rows(path: str | Path) -> Rows:
     return rows
 
 
+def to_fp8(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """States [tokens, layers, hidden] -> float8_e4m3fn of the same shape, and float32 scales
+    [tokens, layers] that they are to be multiplied by.
+
+    Each layer has a scale of its own: late layers' states are a hundred times as large as early
+    ones', which a scale for all would round to nothing. The largest element becomes the largest
+    float8, and what rounding takes beyond it is held there.
+    """
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    states = states.float()
+    # A state of zeros has any scale.
+    scales = states.abs().amax(-1).clamp(min=1e-30) / largest
+    scaled = (states / scales[..., None]).clamp(-largest, largest)
+    return scaled.to(torch.float8_e4m3fn), scales
+
+
+def from_fp8(states: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What `to_fp8` stored, in float32."""
+    return states.float() * scales[..., None]
+
+
+def read_states(file, start: int, end: int) -> torch.Tensor:
+    """States bf16 [end - start, layers, hidden] of an open hidden shard, however stored."""
+    states = file.get_slice("hidden_states")[start:end]
+    if states.dtype == torch.bfloat16:
+        return states
+    return from_fp8(states, file.get_slice("state_scales")[start:end]).bfloat16()
+
+
+def write_at(path: Path, position: int, tensor: torch.Tensor) -> None:
+    """Write a tensor's bytes at a place of a file, which is made if it is not there."""
+    data = tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        while data:
+            written = os.pwrite(descriptor, data, position)
+            data, position = data[written:], position + written
+    finally:
+        os.close(descriptor)
+
+
 class HiddenShardWriter:
     """Writes one hidden shard into `path`, states first, as rows arrive in any order.
 
-    The states lie at a fixed place in the file, so each is written once and never moved.
+    The states lie at a fixed place in the file, so each is written once and never moved. The
+    scales of fp8 states wait in `path`.scales, a hundredth of their size.
     Only the process that owns the engine's worker writes states (`write_states`); the process
     that owns the requests calls `finish`.
     """
 
     @staticmethod
-    def write_states(descriptor: int, token_offset: int, states: torch.Tensor) -> None:
-        """Write states [tokens, layers, hidden] at a token offset of an open shard."""
-        data = states.contiguous().view(torch.uint8).numpy().reshape(-1).data
-        position = HEADER_BYTES + token_offset * (len(data) // len(states))
-        while data:
-            written = os.pwrite(descriptor, data, position)
-            data, position = data[written:], position + written
+    def write_states(
+        path: Path, token_offset: int, states: torch.Tensor, scales: torch.Tensor | None = None
+    ) -> None:
+        """Write states [tokens, layers, hidden] at a token offset of the shard."""
+        token_bytes = states[0].numel() * states.element_size()
+        write_at(path, HEADER_BYTES + token_offset * token_bytes, states)
+        if scales is not None:
+            token_bytes = scales[0].numel() * scales.element_size()
+            write_at(Path(f"{path}.scales"), token_offset * token_bytes, scales)
 
     @staticmethod
     def finish(path: Path, rows: Rows, state_shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -176,12 +221,18 @@ class HiddenShardWriter:
             "shape": [tokens, *state_shape],
             "data_offsets": [0, size],
         }
+        tensors = rows.tensors()
+        names = ["row_offsets", "input_ids", "loss_mask", "row_ids"]
+        if dtype == torch.float8_e4m3fn:
+            scales = torch.from_numpy(np.fromfile(f"{path}.scales", np.float32))
+            tensors["state_scales"] = scales.view(tokens, state_shape[0])
+            names.insert(1, "state_scales")
         with open(path, "r+b") as file:
             file.truncate(HEADER_BYTES + size)
             file.seek(0, os.SEEK_END)
             # Widest type first keeps every tensor aligned.
-            for name in ("row_offsets", "input_ids", "loss_mask", "row_ids"):
-                tensor = rows.tensors()[name]
+            for name in names:
+                tensor = tensors[name]
                 data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
                 header[name] = {
                     "dtype": SAFETENSORS_DTYPES[tensor.dtype],
@@ -201,24 +252,25 @@ class HiddenShardWriter:
 def check_hidden(path: str | Path, rows: Rows, layers: int, hidden: int) -> list[float]:
     """Check a finished hidden shard and return the mean norm of each layer's states.
 
-    Each row must be finite, not constant, and as long as its tokens.
+    Each row must be finite, as long as its tokens, nowhere zero and not constant.
 
     Raises:
         ShardError: naming the file, the row and what is wrong with it.
     """
     sums = torch.zeros(layers)
     with safe_open(path, "pt") as file:
-        states = file.get_slice("hidden_states")
-        if states.get_shape() != [len(rows.input_ids), layers, hidden]:
-            raise ShardError(
-                f"{path}: hidden_states are {states.get_shape()}, "
-                f"expected {[len(rows.input_ids), layers, hidden]}"
-            )
+        shape = file.get_slice("hidden_states").get_shape()
+        expected = [len(rows.input_ids), layers, hidden]
+        if shape != expected:
+            raise ShardError(f"{path}: hidden_states are {shape}, expected {expected}")
         for index, (start, end) in enumerate(itertools.pairwise(rows.row_offsets.tolist())):
-            row = states[start:end].float()
+            row = read_states(file, start, end).float()
+            norms = row.norm(dim=-1)
             if not row.isfinite().all():
                 raise ShardError(f"{path}: row {index} holds NaN or infinite states")
+            if (norms == 0).any():
+                raise ShardError(f"{path}: row {index} holds states that are all zero")
             if end - start > 1 and (row.std(dim=0).amax(dim=-1) == 0).any():
                 raise ShardError(f"{path}: row {index} holds the same state at every token")
-            sums += row.norm(dim=-1).sum(dim=0)
+            sums += norms.sum(dim=0)
     return (sums / len(rows.input_ids)).tolist()

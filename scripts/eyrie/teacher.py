@@ -9,13 +9,16 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from eyrie.shards import Rows, ShardError
+from eyrie.shards import Rows, ShardError, read_states
 from eyrie.verifier import VerifierConfig, load_tensor
 
-# Positions looked at in a shard: enough to tell 90% from less, and no load beside extraction.
+# Positions looked at in a shard (greedy answers) or row: enough to tell 90% from less, and no load
+# beside extraction.
 SAMPLE = 128
 # Right states stored in bf16 lose one or two near ties in a hundred; wrong ones agree nowhere.
 BOUND = 0.9
+# Nats between mean log-probabilities. Rounding moves them by a hundredth, a wrong layer by several.
+LOG_PROB_BOUND = 0.2
 # Rows of the head at a time: that of a large vocabulary takes gigabytes in float32.
 CHUNK = 16_384
 
@@ -30,18 +33,34 @@ class Teacher:
         self.head = load_tensor(folder, "embed_tokens.weight") if head is None else head
         self.eps = config.rms_norm_eps
 
-    def next_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        """States before the final norm [n, H] -> the most likely next tokens, int64 [n]."""
+    def logits(self, states: torch.Tensor):
+        """States before the final norm [n, H] -> (first token, logits [n, CHUNK]), part by part."""
         states = states.float()
         states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
         states = states * self.norm
+        for start in range(0, len(self.head), CHUNK):
+            yield start, states @ self.head[start : start + CHUNK].float().T
+
+    def next_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """States before the final norm [n, H] -> the most likely next tokens, int64 [n]."""
         best = torch.full((len(states),), float("-inf"))
         tokens = torch.zeros(len(states), dtype=torch.int64)
-        for start in range(0, len(self.head), CHUNK):
-            top, index = (states @ self.head[start : start + CHUNK].float().T).max(-1)
+        for start, logits in self.logits(states):
+            top, index = logits.max(-1)
             tokens = torch.where(top > best, index + start, tokens)
             best = torch.maximum(top, best)
         return tokens
+
+    def log_probs(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """States before the final norm [n, H], the tokens that follow [n] -> their
+        log-probabilities [n]."""
+        total = torch.full((len(states),), float("-inf"))
+        own = torch.zeros(len(states))
+        for start, logits in self.logits(states):
+            total = torch.logaddexp(total, logits.logsumexp(-1))
+            here = ((tokens >= start) & (tokens < start + logits.shape[1])).nonzero().flatten()
+            own[here] = logits[here, tokens[here].long() - start]
+        return own - total
 
     def check(self, path: Path, rows: Rows) -> float:
         """The share of sampled tokens of greedy answers that their states give back.
@@ -54,8 +73,7 @@ class Teacher:
         places = written.nonzero().flatten()
         places = places[torch.linspace(0, len(places) - 1, min(SAMPLE, len(places))).long()]
         with safe_open(path, "pt") as file:
-            states = file.get_slice("hidden_states")
-            before = torch.cat([states[p - 1 : p, -1] for p in places.tolist()])
+            before = torch.cat([read_states(file, p - 1, p)[:, -1] for p in places.tolist()])
         right = float((self.next_tokens(before) == rows.input_ids[places]).float().mean())
         if right < BOUND:
             raise ShardError(
@@ -64,3 +82,29 @@ class Teacher:
                 "wrong layer, norm or row; nothing trained on them would serve"
             )
         return right
+
+    def compare(self, path: Path, rows: Rows, told: dict[int, list[float]]) -> float:
+        """How far the mean log-probability that stored states give lies from the engine's own.
+
+        told: of some rows, by number, what the engine told of tokens 1, 2, ... of the row.
+
+        Raises:
+            ShardError: it is above LOG_PROB_BOUND nats in a row.
+        """
+        worst = 0.0
+        with safe_open(path, "pt") as file:
+            for row, expected in told.items():
+                start = int(rows.row_offsets[row])
+                states = read_states(file, start, start + len(expected))[:, -1]
+                found = self.log_probs(states, rows.row(row)[1 : 1 + len(expected)])
+                error = abs(float(found.mean()) - sum(expected) / len(expected))
+                worst = max(worst, error)
+                if not error <= LOG_PROB_BOUND:
+                    raise ShardError(
+                        f"{path}: row {row}, its head gives the tokens a mean log-probability of "
+                        f"{found.mean():.2f} from the stored states, the engine "
+                        f"{sum(expected) / len(expected):.2f}; at most {LOG_PROB_BOUND} apart is "
+                        "right. They are of a wrong layer, norm or row; nothing trained on them "
+                        "would serve"
+                    )
+        return worst

@@ -80,6 +80,7 @@ def test_seeds_are_of_the_row_and_the_turn():
 IN_FINGERPRINT = {
     "layer_ids": [1, 2, 3],
     "dtype": "bfloat16",
+    "states": "fp8",
     "max_model_len": 256,
     "answers": "dataset",
     "max_new_tokens": 8,
@@ -107,7 +108,8 @@ def test_every_key_is_in_the_fingerprint_or_changes_no_number(tmp_path):
     shard = tmp_path / "shard"
     shard.write_bytes(b"tokens")
     plain = {
-        "layer_ids": [1, 2], "dtype": "float32", "max_model_len": 128, "answers": "verifier",
+        "layer_ids": [1, 2], "dtype": "float32", "states": "bf16", "max_model_len": 128,
+        "answers": "verifier",
         "max_new_tokens": 16, "max_length": 64, "temperature": 0.0, "top_p": 1.0, "seed": 0,
     }  # fmt: skip
 

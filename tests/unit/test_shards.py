@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,8 @@ from eyrie.shards import (
     ShardError,
     check_hidden,
     read_rows,
+    read_states,
+    to_fp8,
     write_tokens,
 )
 
@@ -29,12 +30,11 @@ def rows_of(lengths: list[int]) -> Rows:
     )
 
 
-def write_hidden(path, rows: Rows, states: torch.Tensor, order: list[int]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+def write_hidden(path, rows: Rows, states: torch.Tensor, order: list[int], scales=None) -> None:
     for row in order:
         start, end = rows.row_offsets[row : row + 2].tolist()
-        HiddenShardWriter.write_states(descriptor, start, states[start:end])
-    os.close(descriptor)
+        part = None if scales is None else scales[start:end]
+        HiddenShardWriter.write_states(path, start, states[start:end], part)
     HiddenShardWriter.finish(path, rows, states.shape[1:], states.dtype)
 
 
@@ -70,8 +70,33 @@ def test_hidden_shard_is_safetensors_whatever_the_order_of_its_rows(tmp_path):
         assert torch.equal(file.get_slice("hidden_states")[3:8], states[3:8])
 
 
+def test_fp8_states_have_a_scale_for_each_token_and_layer(tmp_path):
+    rows = rows_of([3, 5, 1])
+    # A late layer a thousand times an early one, with one channel far above the others.
+    states = torch.randn(9, 2, 64) * torch.tensor([1.0, 1000.0])[:, None]
+    states[:, 1, 7] *= 100
+    states[4, 0] = 0.0
+    stored, scales = to_fp8(states)
+    assert stored.float().isfinite().all() and stored.float().abs().max() == 448
+    write_hidden(tmp_path / "a", rows, stored, [2, 0, 1], scales)
+    with safe_open(tmp_path / "a", "pt") as file:
+        found = read_states(file, 2, 9).float()
+        assert file.get_slice("hidden_states").get_dtype() == "F8_E4M3"
+    assert found.isfinite().all()
+    error = (found - states[2:]).norm(dim=-1) / states[2:].norm(dim=-1).clamp(min=1e-9)
+    assert 0 < error.max() < 0.04
+    small = states[2:, 1, :7]
+    assert ((found[:, 1, :7] - small).norm() / small.norm()) < 0.05
+    bf16 = states.bfloat16()
+    write_hidden(tmp_path / "b", rows, bf16, [0, 1, 2])
+    # Half of each state, and four bytes for its scale.
+    saved = (tmp_path / "b").stat().st_size - (tmp_path / "a").stat().st_size
+    assert abs(saved - 9 * 2 * (64 - 4)) < 64
+
+
 @pytest.mark.parametrize(
-    "value, word", [(float("nan"), "NaN"), (float("inf"), "NaN"), (0.0, "same")]
+    "value, word",
+    [(float("nan"), "NaN"), (float("inf"), "NaN"), (0.0, "all zero"), (2.0, "same")],
 )
 def test_unusable_states_are_named(tmp_path, value, word):
     rows = rows_of([3, 5])

@@ -51,3 +51,36 @@ def test_wrong_states_stop_the_job(answered, tmp_path, wrong):
     path = write(tmp_path / "wrong", wrong(states))
     with pytest.raises(ShardError, match="wrong layer, norm or row"):
         teacher.check(path, rows)
+
+
+@pytest.fixture(scope="module")
+def told(inputs, answered):
+    """What transformers says of the tokens of three rows."""
+    _, rows, _ = answered
+    model = AutoModelForCausalLM.from_pretrained(inputs / "verifier", dtype=torch.float32)
+    found = {}
+    for row in (0, 5, 11):
+        ids = rows.row(row).long()
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0]
+        found[row] = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+    return found
+
+
+def test_right_states_give_the_log_probabilities_back(answered, told, tmp_path):
+    teacher, rows, states = answered
+    assert teacher.compare(write(tmp_path / "right", states), rows, told) < 0.05
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda states: [s[:, [0, 1, 2, 2]] for s in states],
+        lambda states: states[1:] + states[:1],
+    ],
+)
+def test_wrong_log_probabilities_stop_the_job(answered, told, tmp_path, wrong):
+    teacher, rows, states = answered
+    path = write(tmp_path / "wrong", wrong(states))
+    with pytest.raises(ShardError, match="mean log-probability"):
+        teacher.compare(path, rows, told)
