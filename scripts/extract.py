@@ -191,7 +191,7 @@ class Shard:
                 np.sum([record[name] for record in records], 0) for name in ("lost", "squares")
             )
             report["round_trip_error"] = np.sqrt(lost / squares).round(5).tolist()
-        store.seal(self.partial, self.path)
+        store.seal(self.partial, self.path, **report)
         for leftover in self.beside:
             leftover.unlink(missing_ok=True)
         return report
@@ -347,12 +347,12 @@ class Extraction:
         llm = self.llm.llm_engine
         scheduler = llm.engine_core.engine_core.scheduler
         bounds = {
-            "max_num_seqs": max(scheduler.max_num_running_reqs // 2, 1),
+            "max_num_seqs": max(scheduler.max_num_active_reqs // 2, 1),
             "max_num_batched_tokens": scheduler.max_num_scheduled_tokens // 2,
         }
         if bounds["max_num_batched_tokens"] < LEAST_TOKENS:
             raise ValueError(f"out of memory, even with {bounds} ({error})") from error
-        scheduler.max_num_running_reqs = bounds["max_num_seqs"]
+        scheduler.max_num_active_reqs = bounds["max_num_seqs"]
         scheduler.max_num_scheduled_tokens = bounds["max_num_batched_tokens"]
         self.halvings.append(bounds)
         log_line(self.args.log, out_of_memory=str(error).splitlines()[0], **bounds)
@@ -482,6 +482,21 @@ def run_engine(args, missing: list[Shard], config: VerifierConfig) -> dict:
     }
 
 
+def checks(seals: list[dict]) -> dict:
+    """The worst that was found of any shard; a key only where it was looked for."""
+    found = {name: [seal[name] for seal in seals if name in seal] for name in CHECKS}
+    return {name: CHECKS[name](values) for name, values in found.items() if values}
+
+
+# What `Shard.finish` reports, and how the worst of it is told.
+CHECKS = {
+    "given_back": min,
+    "log_prob_error": max,
+    "round_trip_error": lambda shards: np.max(shards, 0).tolist(),
+    "layer_norms": lambda shards: np.mean(shards, 0).round(3).tolist(),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shards", type=Path, nargs="+", required=True, help="token shards")
@@ -555,6 +570,7 @@ def main() -> None:
             **{k: sum(r.metadata[k] for r in rows) for k in ("answers", "cut_answers")},
             "header_bytes": HEADER_BYTES * len(rows),
             "states": args.states,
+            **checks([store.read_seal(path) for path in stored]),
             "layer_ids": args.layer_ids,
             "hidden_size": config.hidden_size,
             "seconds": round(time.time() - started, 2),

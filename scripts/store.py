@@ -44,7 +44,7 @@ def main() -> None:
         if args.action == "list":
             print(f"{path.stem}  {size:>15,} bytes  {', '.join(names) or '(no output)'}")
         elif args.action == "verify":
-            fault = store.fault(path)
+            fault = store.fault(path, read_all=True)
             bad += fault is not None
             print(f"{path.stem}  {fault or 'ok'}")
         elif not names:

@@ -113,13 +113,9 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
         verifier_last_hidden_states: torch.Tensor,  # [1, T, H]
         ttt_steps: int = 3,
         ttt_step_loss_decay: float = 1.0,
-        ttt_stride: int = 1,
         **_,
     ):
-        """Returns (None, loss, metrics) as the stock forward does, without its draft tokens.
-
-        Steps after the first go on from one in `ttt_stride` positions.
-        """
+        """Returns (None, loss, metrics) as the stock forward does, without its draft tokens."""
         length = int((document_ids[0] >= 0).sum())
         ids, positions = input_ids[0, :length], position_ids[0, :length]
         supervised = loss_mask[0, :length].bool()
@@ -207,9 +203,5 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
                 f"full_acc_{step}_sum": drafting.sum().float(),
                 f"full_acc_{step}_total": torch.tensor(float(count)),
             }
-            if step == 0 and ttt_stride > 1:
-                active, hidden = active[::ttt_stride], hidden[::ttt_stride]
-                drafting = drafting[::ttt_stride]
-                attend = RowAttention(active, document_ids[0, :length])
         metrics |= {"loss_sum": loss.detach(), "loss_total": torch.tensor(1.0)}
         return None, loss, metrics

@@ -13,28 +13,39 @@ from pathlib import Path
 from eyrie.files import fsync_path, sha256_file, write_json
 
 
-def seal(partial: Path, path: Path) -> None:
-    """Give a finished shard its name and its seal; a kill leaves both or neither in use."""
+def seal(partial: Path, path: Path, **found) -> None:
+    """Give a finished shard its name and its seal; a kill leaves both or neither in use.
+
+    found: what was found of the shard when it was made, kept in the seal.
+    """
     fsync_path(partial)
-    write_json(
-        path.with_suffix(".json"),
-        {"bytes": partial.stat().st_size, "sha256": sha256_file(partial)},
-    )
+    status = partial.stat()
+    sealed = {"bytes": status.st_size, "changed_ns": status.st_mtime_ns}
+    write_json(path.with_suffix(".json"), sealed | {"sha256": sha256_file(partial), **found})
     os.replace(partial, path)
     fsync_path(path.parent)
 
 
-def fault(path: Path) -> str | None:
-    """What is wrong with a stored shard, or None. Reads it whole."""
-    sealed = path.with_suffix(".json")
-    if not sealed.exists():
+def read_seal(path: Path) -> dict:
+    return json.loads(path.with_suffix(".json").read_text())
+
+
+def fault(path: Path, read_all: bool = False) -> str | None:
+    """What is wrong with a stored shard, or None.
+
+    A file that has not been changed since its content was last compared is not read again, unless
+    `read_all`: a hundred shards of a large verifier take an hour to read.
+    """
+    if not path.with_suffix(".json").exists():
         return "it has no seal"
-    expected = json.loads(sealed.read_text())
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        return f"it has {size:,} bytes, {expected['bytes']:,} were written"
-    if sha256_file(path) != expected["sha256"]:
+    sealed, status = read_seal(path), path.stat()
+    if status.st_size != sealed["bytes"]:
+        return f"it has {status.st_size:,} bytes, {sealed['bytes']:,} were written"
+    if status.st_mtime_ns == sealed["changed_ns"] and not read_all:
+        return None
+    if sha256_file(path) != sealed["sha256"]:
         return "its content is not what was written"
+    write_json(path.with_suffix(".json"), sealed | {"changed_ns": status.st_mtime_ns})
     return None
 
 

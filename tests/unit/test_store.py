@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from eyrie import store
@@ -8,7 +10,7 @@ def shard(tmp_path):
     path = tmp_path / "f00d.safetensors"
     partial = tmp_path / "f00d.safetensors.partial"
     partial.write_bytes(bytes(range(256)) * 40)
-    store.seal(partial, path)
+    store.seal(partial, path, given_back=1.0)
     return path
 
 
@@ -30,6 +32,20 @@ def test_damage_breaks_the_seal(shard, content, why):
     assert why in store.fault(shard)
     aside = store.set_aside(shard)
     assert aside.read_bytes() == content and not shard.exists()
+
+
+def test_a_file_that_was_not_touched_is_read_only_when_asked(shard):
+    before = shard.stat()
+    shard.write_bytes(bytes(10_240))
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert store.fault(shard) is None
+    assert store.fault(shard, read_all=True) == "its content is not what was written"
+
+
+def test_a_file_that_was_only_touched_is_sound(shard):
+    os.utime(shard)
+    assert store.fault(shard) is None
+    assert store.read_seal(shard)["changed_ns"] == shard.stat().st_mtime_ns
 
 
 def test_a_shard_without_a_seal_is_not_trusted(shard):

@@ -1,16 +1,15 @@
 """scripts/extract.py by hand, with the real engine on a tiny verifier."""
 
 import json
+import multiprocessing
 import os
 import random
-import signal
+import runpy
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import tiny
 from safetensors import safe_open
 
 from eyrie.files import write_json
@@ -53,14 +52,49 @@ def command(shards: Path, inputs: Path, name: str, folder: Path, *options) -> li
     return [str(part) for part in parts]
 
 
-def extract(*args, code: str = "") -> subprocess.CompletedProcess:
-    """Run extract.py; `code` runs before it in its process."""
-    script, *rest = command(*args)
-    start = [sys.executable, script]
-    if code:
-        code = f"import runpy, sys; sys.path.insert(0, {str(SCRIPTS)!r})\n{code}\n"
-        start = [sys.executable, "-c", code + f"runpy.run_path({script!r}, run_name='__main__')"]
-    return subprocess.run([*start, *rest], capture_output=True, text=True)
+def run(command: list[str], output: Path, code: str) -> None:
+    """In a process of its own: extract.py with this command line, after `code`."""
+    script, *options = command
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    exec(code, {})
+    sys.argv = [script, *options]
+    runpy.run_path(script, run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def started():
+    """Start extract.py; every process is forked from one that has imported vLLM, which saves it
+    the seconds that the import takes."""
+    before = dict(os.environ)
+    os.environ["LD_PRELOAD"] = str(Path(sys.prefix) / "lib" / "libiomp5.so")
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm", "vllm.v1.worker.cpu_model_runner", "extract"])
+
+    def start(*args, code: str = "") -> multiprocessing.Process:
+        folder = args[3]
+        folder.mkdir(exist_ok=True)
+        process = context.Process(target=run, args=(command(*args), folder / "output", code))
+        process.start()
+        return process
+
+    yield start
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def extract(started):
+    """Run extract.py to its end: (exit code, output)."""
+
+    def run_to_end(*args, code: str = "") -> tuple[int, str]:
+        process = started(*args, code=code)
+        process.join()
+        return process.exitcode, (args[3] / "output").read_text()
+
+    return run_to_end
 
 
 def log_of(folder: Path) -> list[dict]:
@@ -71,16 +105,18 @@ def log_of(folder: Path) -> list[dict]:
     "name, options",
     [("dataset", []), ("verifier", ["--temperature", 1.0, "--top-p", 0.9]), ("talks", [])],
 )
-def test_log_probabilities_of_other_than_greedy_answers(shards, inputs, tmp_path, name, options):
-    done = extract(shards, inputs, name, tmp_path, *options)
-    assert done.returncode == 0, done.stderr
+def test_log_probabilities_of_other_than_greedy_answers(
+    extract, shards, inputs, tmp_path, name, options
+):
+    code, output = extract(shards, inputs, name, tmp_path, *options)
+    assert code == 0, output
     errors = [line["log_prob_error"] for line in log_of(tmp_path)]
     assert len(errors) == 4 and 0 < max(errors) < 0.05
 
 
-def test_fp8_takes_half_and_says_what_it_loses(shards, inputs, tmp_path):
-    done = extract(shards, inputs, "verifier", tmp_path, "--states", "fp8")
-    assert done.returncode == 0, done.stderr
+def test_fp8_takes_half_and_says_what_it_loses(extract, shards, inputs, tmp_path):
+    code, output = extract(shards, inputs, "verifier", tmp_path, "--states", "fp8")
+    assert code == 0, output
     for line in log_of(tmp_path):
         assert line["given_back"] > 0.9
         assert len(line["round_trip_error"]) == LAYERS
@@ -91,3 +127,79 @@ def test_fp8_takes_half_and_says_what_it_loses(shards, inputs, tmp_path):
             assert file.get_slice("hidden_states").get_dtype() == "F8_E4M3"
             assert file.get_slice("state_scales").get_shape() == [tokens, LAYERS]
     assert not list((tmp_path / "store").glob("*.scales"))
+
+
+# The engine's own step fails where it is asked for more than 40 tokens at once.
+OUT_OF_MEMORY = """
+import torch
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+execute = CPUModelRunner.execute_model
+def fail_when_large(self, scheduled, *args, **kwargs):
+    if scheduled.total_num_scheduled_tokens > 40:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return execute(self, scheduled, *args, **kwargs)
+CPUModelRunner.execute_model = fail_when_large
+"""
+
+
+@pytest.mark.parametrize("name", ["dataset", "verifier", "talks"])
+def test_out_of_memory_halves_the_bounds_and_loses_nothing(extract, shards, inputs, tmp_path, name):
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    assert extract(shards, inputs, name, whole)[0] == 0
+    code, output = extract(shards, inputs, name, halved, code=OUT_OF_MEMORY)
+    assert code == 0, output
+    assert "out of memory; goes on with max_num_seqs 4" in output
+    halvings = json.loads((halved / "hidden.json").read_text())["halvings"]
+    assert halvings[-1] == {"max_num_seqs": 1, "max_num_batched_tokens": 32}
+    for path in sorted((whole / "hidden").iterdir()):
+        rows, again = read_rows(path), read_rows(halved / "hidden" / path.name)
+        tokens = {
+            r.row_ids[i].numpy().tobytes(): r.row(i).tolist()
+            for r in (rows,)
+            for i in range(len(r))
+        }
+        assert len(again) == len(rows)
+        for i in range(len(again)):
+            assert again.row(i).tolist() == tokens[again.row_ids[i].numpy().tobytes()]
+
+
+def test_a_bound_that_cannot_work_is_refused_with_the_arithmetic(extract, shards, inputs, tmp_path):
+    code, output = extract(shards, inputs, "dataset", tmp_path, "--kv-cache-gib", 0)
+    assert code == 1
+    # 2 x 2 heads x 32 x 4 layers of keys and values, 4 x 64 of states, in float32
+    assert "2,048 bytes of keys and values and 1,024 of states a token" in output
+    assert "enough for 0" in output and not list((tmp_path / "store").iterdir())
+
+
+def test_killed_twenty_times_it_ends_with_the_same_bytes(
+    started, extract, shards, inputs, tmp_path
+):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    code, output = extract(shards, inputs, "dataset", whole)
+    assert code == 0, output
+    seconds = json.loads((whole / "hidden.json").read_text())["seconds"]
+    chance = random.Random(0)
+    kills = finished = 0
+    while kills < 20:
+        process = started(shards, inputs, "dataset", killed)
+        process.join(chance.uniform(0, 1.2 * seconds))
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            kills += 1
+        else:
+            # All is there: the next run finds one missing, and one damaged in a way of disks.
+            assert process.exitcode == 0, (killed / "output").read_text()
+            finished += 1
+            stored = sorted((killed / "store").glob("*.safetensors"))
+            gone, damaged = chance.sample(stored, 2)
+            gone.unlink()
+            with open(damaged, "r+b") as file:
+                file.truncate(chance.choice([0, 1000, damaged.stat().st_size - 1]))
+    assert finished
+    code, output = extract(shards, inputs, "dataset", killed)
+    assert code == 0, output
+    for path in (whole / "hidden").iterdir():
+        assert (killed / "hidden" / path.name).read_bytes() == path.read_bytes()
+    left = {path.suffix for path in (killed / "store").iterdir()}
+    assert left <= {".safetensors", ".json", ".damaged"}
