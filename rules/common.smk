@@ -15,6 +15,7 @@ from snakemake.resources import Resource
 from eyrie import provenance
 from eyrie.config import ConfigError, load_config
 from eyrie.files import sha256_file
+from eyrie.verifier import text_config
 
 try:
     C = load_config(config)
@@ -68,6 +69,19 @@ def hidden_of(wildcards):
     """The hidden shards that a run trains on."""
     data = data_of(wildcards)
     return [f"{R}/data/{data}/hidden/{name}.safetensors" for name in shard_names(data)]
+
+
+def states_mb(data):
+    """The disk that a data set's states may take: every row as long as it may be."""
+    folders = [Path(R) / "verifier", Path(C.verifier.source.removeprefix("path:"))]
+    known = [folder / "config.json" for folder in folders if (folder / "config.json").exists()]
+    # Until the verifier is there, the draft's heads tell its size closely enough for a plan.
+    hidden = C.draft.num_attention_heads * C.draft.head_dim
+    if known:
+        hidden = text_config(json.loads(known[0].read_text()))["hidden_size"]
+    tokens = C.data[data].conversations * C.shard.max_length
+    element = {"bf16": 2, "fp8": 1}[C.extract.states]
+    return tokens * (len(C.extract.layer_ids) + 1) * hidden * element // 10**6
 
 
 def source_options(block):

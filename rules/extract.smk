@@ -18,6 +18,7 @@ for data in C.data:
         threads: workflow.cores
         resources:
             gpu=C.extract.gpus,
+            disk_mb=states_mb(data),
             runtime=C.extract.runtime,
             # Memory tuning changes no state, and a resource reruns nothing.
             gpu_memory_percent=round(100 * C.extract.gpu_memory_utilization),

@@ -445,13 +445,12 @@ def bytes_at_most(args, missing: list[Shard]) -> int:
     return tokens * layers * (hidden * missing[0].dtype.itemsize + scales)
 
 
-def require_room(args, missing: list[Shard], config: VerifierConfig) -> None:
-    """Raise ValueError where the engine's cache cannot hold extract.max_num_seqs rows."""
+def rows_at_once(args, missing: list[Shard], config: VerifierConfig) -> int:
+    """How many of the longest rows the engine's cache holds. Raises ValueError if none."""
     from vllm.platforms import current_platform
 
-    answering = args.answers == "verifier"
     longest = max(max(shard.prompts.lengths) for shard in missing)
-    longest += args.max_new_tokens if answering else 1
+    longest += args.max_new_tokens if args.answers == "verifier" else 1
     if any(shard.prompts.turns for shard in missing):
         longest = args.max_length
     memory = extraction_memory(
@@ -466,8 +465,7 @@ def require_room(args, missing: list[Shard], config: VerifierConfig) -> None:
     if args.gpus:
         share = args.gpu_memory_percent / 100
         device, cache = current_platform.get_device_total_memory() * share, None
-    rows = sum(len(shard.prompts) for shard in missing)
-    require_memory(memory, device, cache, min(args.max_num_seqs, rows), longest)
+    return require_memory(memory, device, cache, longest)
 
 
 def run_engine(args, missing: list[Shard], config: VerifierConfig) -> dict:
@@ -550,7 +548,9 @@ def main() -> None:
         if missing:
             store.require_space(args.store, bytes_at_most(args, missing))
             _lock = hold_gpus(args.gpus)
-            require_room(args, missing, config)
+            fit = rows_at_once(args, missing, config)
+            if fit < args.max_num_seqs:
+                print(f"extract: the engine's cache holds {fit:,} of the longest rows at once")
             timings = run_engine(args, missing, config)
         linked = [link_or_copy(*pair) for pair in zip(stored, args.out, strict=True)]
     except (ShardError, ValueError, OSError) as error:

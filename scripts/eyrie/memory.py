@@ -55,34 +55,29 @@ def extraction_memory(
 
 
 def require_memory(
-    memory: Memory, device_bytes: float, cache_bytes: float | None, sequences: int, length: int
-) -> None:
-    """Raise ValueError, with the arithmetic, where `sequences` rows of `length` tokens do not fit.
+    memory: Memory, device_bytes: float, cache_bytes: float | None, length: int
+) -> int:
+    """How many rows of `length` tokens the engine's cache holds at once; it queues the others.
 
-    cache_bytes: what the engine's cache has, or None: what weights and activations leave of
-    device_bytes.
+    cache_bytes: of the cache, or None: what weights and activations leave of device_bytes.
+
+    Raises:
+        ValueError: not one; with the arithmetic.
     """
-    free = cache_bytes
+    free, given = cache_bytes, "the cache has"
     if free is None:
         free = device_bytes - memory.weights - memory.activations
-    fit = memory.sequences(free, length)
-    if fit >= sequences:
-        return
-    per_token = memory.kv + memory.states
-    given = f"{free / GIB:,.1f} GiB"
-    if cache_bytes is None:
         given = (
             f"{device_bytes / GIB:,.1f} GiB of a device, less {memory.weights / GIB:,.1f} of "
-            f"weights and {memory.activations / GIB:,.1f} of activations, leave {given}"
+            f"weights and {memory.activations / GIB:,.1f} of activations, leave"
         )
-    way_out = (
-        f"set extract.max_num_seqs to {fit} or less"
-        if fit > 0
-        else "take more GPUs, shorter rows or a smaller extract.max_num_batched_tokens"
-    )
-    raise ValueError(
-        f"extract.max_num_seqs: {sequences:,} rows of up to {length:,} tokens need "
-        f"{sequences * length * per_token / GIB:,.1f} GiB ({memory.kv:,.0f} bytes of keys and "
-        f"values and {memory.states:,.0f} of states a token); {given}, enough for "
-        f"{max(fit, 0):,}: {way_out}"
-    )
+    fit = memory.sequences(free, length)
+    if fit < 1:
+        raise ValueError(
+            f"a row of {length:,} tokens needs {length * (memory.kv + memory.states) / GIB:,.2f} "
+            f"GiB ({memory.kv:,.0f} bytes of keys and values and {memory.states:,.0f} of states a "
+            f"token), {given} {free / GIB:,.2f} GiB; take more GPUs, a larger extract.kv_cache_gib "
+            "or extract.gpu_memory_utilization, a smaller extract.max_num_batched_tokens, or "
+            "shorter rows"
+        )
+    return fit

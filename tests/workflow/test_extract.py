@@ -150,7 +150,7 @@ def test_out_of_memory_halves_the_bounds_and_loses_nothing(extract, shards, inpu
     assert code == 0, output
     assert "out of memory; goes on with max_num_seqs 4" in output
     halvings = json.loads((halved / "hidden.json").read_text())["halvings"]
-    assert halvings[-1] == {"max_num_seqs": 1, "max_num_batched_tokens": 32}
+    assert len(halvings) >= 2 and halvings[0]["max_num_batched_tokens"] == 128
     for path in sorted((whole / "hidden").iterdir()):
         rows, again = read_rows(path), read_rows(halved / "hidden" / path.name)
         tokens = {
@@ -167,8 +167,8 @@ def test_a_bound_that_cannot_work_is_refused_with_the_arithmetic(extract, shards
     code, output = extract(shards, inputs, "dataset", tmp_path, "--kv-cache-gib", 0)
     assert code == 1
     # 2 x 2 heads x 32 x 4 layers of keys and values, 4 x 64 of states, in float32
-    assert "2,048 bytes of keys and values and 1,024 of states a token" in output
-    assert "enough for 0" in output and not list((tmp_path / "store").iterdir())
+    assert "2,048 bytes of keys and values and 1,024 of states a token), the cache has 0" in output
+    assert not list((tmp_path / "store").iterdir())
 
 
 def test_killed_twenty_times_it_ends_with_the_same_bytes(

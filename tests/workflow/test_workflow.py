@@ -404,3 +404,22 @@ def test_dry_runs_need_nothing_but_the_config(tmp_path, config, target):
     assert {"train", "vocab", "fetch_verifier"} <= jobs_of(done.stdout + done.stderr)
     if "kimi" in config:
         assert "gpu=8" in done.stdout + done.stderr
+
+
+def readme_dry_runs() -> list[str]:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    return [line.split("#")[0] for line in lines if line.startswith(".venv/bin/snakemake -n")]
+
+
+@pytest.mark.parametrize("command", readme_dry_runs())
+def test_dry_runs_that_the_readme_names_run(tmp_path, command):
+    program, *options = command.split()
+    for name in ("Snakefile", "config.yaml", "configs", "rules", "scripts", "templates",
+                 "profiles", "envs"):  # fmt: skip
+        (tmp_path / name).symlink_to(ROOT / name)
+    snakemake = Path(sys.executable).with_name("snakemake")
+    done = subprocess.run(
+        [snakemake, *options], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "train" in jobs_of(done.stdout + done.stderr)
