@@ -445,6 +445,16 @@ def bytes_at_most(args, missing: list[Shard]) -> int:
     return tokens * layers * (hidden * missing[0].dtype.itemsize + scales)
 
 
+def require_length(args, path: Path, prompts: Rows) -> None:
+    """Raise ShardError where a row does not fit into the engine, which writes a token after it."""
+    for row, length in enumerate(prompts.lengths):
+        if length >= args.max_model_len:
+            raise ShardError(
+                f"{path}: row {row} has {length:,} tokens, the engine takes "
+                f"{args.max_model_len - 1:,}; raise extract.max_model_len to {length + 1} or more"
+            )
+
+
 def rows_at_once(args, missing: list[Shard], config: VerifierConfig) -> int:
     """How many of the longest rows the engine's cache holds. Raises ValueError if none."""
     from vllm.platforms import current_platform
@@ -532,9 +542,11 @@ def main() -> None:
                 aside = store.set_aside(stored[-1])
                 print(f"extract: {stored[-1]} is made again, {fault}; the old one is {aside.name}")
             if not stored[-1].exists() and stored[-1] not in [s.path for s in missing]:
+                prompts = read_rows(path)
+                require_length(args, path, prompts)
                 missing.append(
                     Shard(
-                        read_rows(path),
+                        prompts,
                         stored[-1],
                         number,
                         len(args.layer_ids),

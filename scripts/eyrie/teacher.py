@@ -71,6 +71,8 @@ class Teacher:
         written = rows.loss_mask.clone()
         written[rows.row_offsets[:-1]] = False
         places = written.nonzero().flatten()
+        if not len(places):  # each answer ended with its first token
+            return 1.0
         places = places[torch.linspace(0, len(places) - 1, min(SAMPLE, len(places))).long()]
         with safe_open(path, "pt") as file:
             before = torch.cat([read_states(file, p - 1, p)[:, -1] for p in places.tolist()])

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,33 @@ def test_a_bound_that_cannot_work_is_refused_with_the_arithmetic(extract, shards
     assert not list((tmp_path / "store").iterdir())
 
 
+def test_a_row_as_long_as_the_engines_context_is_named(extract, shards, inputs, tmp_path):
+    longest = max(read_rows(shards / "dataset/shards/00000.safetensors").lengths)
+    options = ("--max-model-len", longest)
+    code, output = extract(shards, inputs, "dataset", tmp_path, *options)
+    assert code == 1
+    assert f"has {longest} tokens, the engine takes {longest - 1}" in output
+    assert f"raise extract.max_model_len to {longest + 1}" in output
+
+
+def test_nothing_missing_loads_no_engine(shards, inputs, tmp_path):
+    """In a process that has not imported vLLM before."""
+    script, *options = command(shards, inputs, "dataset", tmp_path)
+    code = f"import runpy, sys; sys.path.insert(0, {str(SCRIPTS)!r}); sys.argv = sys.argv[1:]\n"
+    code += f"runpy.run_path({script!r}, run_name='__main__')\n"
+    code += "print('vllm imported:', 'vllm' in sys.modules)"
+    start = [sys.executable, "-c", code, script, *options]
+    environment = os.environ | {"LD_PRELOAD": str(Path(sys.prefix) / "lib" / "libiomp5.so")}
+    found = [
+        subprocess.run(start, capture_output=True, text=True, env=environment) for _ in range(2)
+    ]
+    assert "vllm imported: True" in found[0].stdout, found[0].stderr
+    assert "4 shards, 4 in the store, 0 to make" in found[1].stdout
+    assert "vllm imported: False" in found[1].stdout, found[1].stderr
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").iterdir()}
+    assert len(made) == 8
+
+
 def test_killed_twenty_times_it_ends_with_the_same_bytes(
     started, extract, shards, inputs, tmp_path
 ):
@@ -184,7 +212,7 @@ def test_killed_twenty_times_it_ends_with_the_same_bytes(
         process = started(shards, inputs, "dataset", killed)
         process.join(chance.uniform(0, 1.2 * seconds))
         if process.exitcode is None:
-            process.kill()
+            os.kill(process.pid, chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
             process.join()
             kills += 1
         else:

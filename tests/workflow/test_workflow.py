@@ -413,7 +413,7 @@ def readme_dry_runs() -> list[str]:
 
 @pytest.mark.parametrize("command", readme_dry_runs())
 def test_dry_runs_that_the_readme_names_run(tmp_path, command):
-    program, *options = command.split()
+    options = command.split()[1:]
     for name in ("Snakefile", "config.yaml", "configs", "rules", "scripts", "templates",
                  "profiles", "envs"):  # fmt: skip
         (tmp_path / name).symlink_to(ROOT / name)
