@@ -97,7 +97,7 @@ class Chat:
         self.stand_ins = {word: chr(PRIVATE + i) for i, word in enumerate(words)}
         # No text of n tokens has more characters than n of these.
         self.longest = max(map(len, tokenizer.get_vocab()))
-        self.encoded: tuple = (None, None)
+        self.encoded: tuple = ("", [], np.zeros(0, np.int64))
         template = tokenizer.get_chat_template()
         self.tags = bool(re.search(r"\{%-?\s*generation\b", template))
         self.takes_system = self._takes_system()
@@ -235,12 +235,19 @@ class Chat:
         stand-ins, are encoded piece by piece between `edges` and control tokens.
         """
         if self.tokenizer.is_fast and not self.stand_in.search(text):
-            # A row that fits is asked for twice: whether it does, and for its mask.
-            if text != self.encoded[0]:
-                found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-                starts = np.array([start for start, _ in found.offset_mapping], np.int64)
-                self.encoded = text, (found.input_ids, starts)
-            return self.encoded[1]
+            # A row is asked for twice: how much of it fits, and for the mask of that. Text before a
+            # control token is tokenised by itself, so the first answer holds the second.
+            known, ids, starts = self.encoded
+            if known == text:
+                return ids, starts
+            if known.startswith(text):
+                end = int(np.searchsorted(starts, len(text)))
+                if end < len(ids) and starts[end] == len(text) and ids[end] in self.special:
+                    return ids[:end], starts[:end]
+            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            starts = np.array([start for start, _ in found.offset_mapping], np.int64)
+            self.encoded = text, found.input_ids, starts
+            return self.encoded[1:]
         cuts = {0, len(text), *edges}
         for match in self.control.finditer(text):
             cuts |= set(match.span())
@@ -300,7 +307,7 @@ class Chat:
         The text is tokenised once, and no more of it than is likely to be needed.
         """
         whole = self.render(messages, tools, prompt=False)
-        head = whole[: 6 * max_length]
+        head = whole[: 5 * max_length]
         starts = self.encode(head)[1]
         if len(starts) <= max_length and len(head) < len(whole):
             head, starts = whole, self.encode(whole)[1]
