@@ -129,11 +129,17 @@ class Chat:
         self.stand_ins = {word: chr(PRIVATE + 1 + i) for i, word in enumerate(words)}
         self.stood_for = {char: word for word, char in self.stand_ins.items()}
         self.stand_in = re.compile(f"[{chr(PRIVATE)}-{chr(PRIVATE + len(words))}]")
-        # A text's first piece may get a blank in front, and no later one.
-        before = words[:1]
-        after = self.tokenizer("".join([*before, "hi"]), add_special_tokens=False).input_ids
-        alone = self.tokenizer("hi", add_special_tokens=False).input_ids
-        self.lead = "" if after[len(before) :] == alone else chr(PRIVATE)
+        # Some tokenizers put a blank before a text. Where one that is encoded in pieces gets none,
+        # behind a control token or within plain text, this goes before the piece.
+        self.lead_behind_control = self.lead_within_text = ""
+        alone = self.ids("hi")
+        if words and self.ids(words[0] + "hi")[1:] != alone:
+            self.lead_behind_control = chr(PRIVATE)
+        if self.ids(chr(PRIVATE) + "hi")[len(self.ids(chr(PRIVATE))) :] != alone:
+            self.lead_within_text = chr(PRIVATE)
+
+    def ids(self, text: str, **options) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, **options).input_ids
 
     def identity(self) -> str:
         """A hash of all that turns messages into ids: vocabulary, template and its options."""
@@ -226,7 +232,7 @@ class Chat:
                 end = len(os.path.commonprefix([after, text]))  # noqa: RUF071, of text it is right
                 # Two control tokens may begin alike.
                 begun = [
-                    m.end() for m in self.control.finditer(text, len(before)) if m.start() < end
+                    m.end() for m in self.written.finditer(text, len(before)) if m.start() < end
                 ]
                 end = max([end, *begun])
             # Templates trim an answer, so it need not begin where it does in the message.
@@ -286,15 +292,18 @@ class Chat:
         cuts = {0, len(text), *edges}
         for match in self.written.finditer(text):
             cuts |= set(match.span())
+            cuts -= set(range(match.start() + 1, match.end()))
         cuts = sorted(cuts)
-        ids, starts = [], []
+        ids, starts, lead = [], [], ""
         for start, end in itertools.pairwise(cuts):
             piece = text[start:end]
             if self.control.fullmatch(piece.strip()):
                 found = [self.tokenizer.convert_tokens_to_ids(piece.strip())]
+                lead = self.lead_behind_control
             else:
                 piece = self.stand_in.sub(lambda match: self.stood_for[match[0]], piece)
-                found = self.plain(piece, self.lead if start else "")
+                found = self.plain(piece, lead)
+                lead = self.lead_within_text
             ids += found
             starts += [start] * len(found)
         return ids, np.array(starts, np.int64)
@@ -317,16 +326,15 @@ class Chat:
 
     def plain(self, text: str, lead: str) -> list[int]:
         """Tokens of text in which nothing is a control token, as they are behind `lead`."""
-        skipped = len(self.plain(lead, "")) if lead else 0
-        options = {"add_special_tokens": False, "split_special_tokens": True}
-        ids = self.tokenizer(lead + text, **options).input_ids[skipped:]
+        ids = self.ids(lead + text, split_special_tokens=True)
+        ids = ids[len(self.ids(lead)) :] if lead else ids
         if self.special.isdisjoint(ids) or not self.control.search(text):
             return ids
         # Not every tokenizer splits them: one of custom code, or a token not marked special.
         halves = self.control.sub(lambda m: m[0][0] + chr(PRIVATE) + m[0][1:], text)
         first, *others = halves.split(chr(PRIVATE))
-        found = [self.plain(first, lead), *(self.plain(part, self.lead) for part in others)]
-        return list(itertools.chain(*found))
+        found = [self.plain(part, self.lead_within_text) for part in others]
+        return list(itertools.chain(self.plain(first, lead), *found))
 
     def prompt(self, messages: list[dict], tools=None) -> Row:
         """The tokens that a server would send to the verifier to answer `messages`."""
@@ -387,8 +395,7 @@ class Chat:
         """Tokens and mask of a rendered conversation: each answer to its end-of-turn token, which
         was not written where a limit cut the answer. What the template adds after that is not
         generated."""
-        edges = [edge for span in rendered.spans for edge in span]
-        ids, starts = self.encode(rendered.text, edges)
+        ids, starts = self.encode(rendered.text, [edge for span in rendered.spans for edge in span])
         mask = [False] * len(ids)
         bounds = [*starts.tolist(), len(rendered.text)]
 
