@@ -45,6 +45,36 @@ def make_tokenizer(
     return fast
 
 
+def make_sentencepiece(
+    template: str,
+    control: tuple[str, ...],
+    blank: str = "first",
+    rstrip: bool = False,
+    marked: bool = True,
+) -> PreTrainedTokenizerFast:
+    """A BPE tokenizer that writes blanks as ▁, with one put before the `first` piece of a text or
+    before `each` between control tokens. rstrip: control tokens take the blanks behind them
+    along. marked: they are marked special; the tokenizer names a use for the last only."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    scheme = "always" if blank == "each" else blank
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    letters = [*map(chr, range(33, 127)), *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False)
+    tokenizer.train_from_iterator([sentence(i) for i in range(50)], trainer)
+    state = json.loads(tokenizer.to_str())
+    for letter in letters:
+        state["model"]["vocab"].setdefault(letter, len(state["model"]["vocab"]))
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokens = [AddedToken(t, special=marked, rstrip=rstrip, normalized=False) for t in control]
+    (tokenizer.add_special_tokens if marked else tokenizer.add_tokens)(tokens)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=control[-1])
+    fast.chat_template = template
+    return fast
+
+
 def make_verifier(folder: Path, template: str | None = CHATML) -> Path:
     """A 4-layer Llama, hidden 64, with untied head, whose layers change the state enough for a
     wrong layer id to show."""

@@ -4,7 +4,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from templates import CHATML, FAMILIES, TAGGED
+from templates import CHATML, FAMILIES, IM, MISTRAL_V3, PHI3, TAGGED, VICUNA
 
 from eyrie.chat import Chat, is_held_out
 from eyrie.conversations import Conversation, Reject, read_conversation
@@ -224,6 +224,102 @@ def test_a_tokenizer_without_offsets_gives_the_same_row(name):
     messages = talk("the owl", "sees a mouse", "run", "over grass")
     slow = Chat(Slow(CHATS[name].tokenizer)).answers(messages)
     assert slow == CHATS[name].answers(messages)
+
+
+PHI3_WORDS = ("<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>")
+# Tokenizers whose pieces are not the whole text's unless care is taken.
+PIECES = {
+    f"{name}, {blank}{', rstrip' * rstrip}": tiny.make_sentencepiece(template, words, blank, rstrip)
+    for name, template, words in (("chatml", CHATML, IM), ("phi3", PHI3, PHI3_WORDS))
+    for blank in ("first", "each", "never")
+    for rstrip in (False, True)
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_are_encoded_as_they_are_within_the_whole(name):
+    """Special ids, and all others, are what a server has that renders the same messages."""
+    tokenizer = PIECES[name]
+    messages = talk("the owl", "sees a mouse", "run over", "grass", "night", "falls")
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    server = tokenizer(text, add_special_tokens=False).input_ids
+    row = Chat(tokenizer).answers(messages)
+    assert row.ids == server
+    assert Chat(Slow(tokenizer)).answers(messages) == row
+    # Control tokens in the first turn change nothing behind it.
+    said = talk(f"the {IM[1]}<|end|> owl", *(m["content"] for m in messages[1:]))
+    other = Chat(tokenizer).answers(said)
+    start, begin = row.mask.index(True), other.mask.index(True)
+    assert other.control
+    assert (other.ids[begin:], other.mask[begin:]) == (row.ids[start:], row.mask[start:])
+
+
+TOKENIZERS = {name: chat.tokenizer for name, chat in CHATS.items()} | PIECES
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_prefix_has_the_tokens_it_has_by_itself(name, data):
+    """Where it is cut out of the tokens of a longer text, as where it is not."""
+    tokenizer = TOKENIZERS[name]
+    words = st.sampled_from([*tokenizer.get_added_vocab(), " ", "\n", " owl", "sees", "é🦉"])
+    text = "".join(data.draw(st.lists(words, min_size=1, max_size=12)))
+    chat = Chat(tokenizer)
+    for end in data.draw(st.lists(st.integers(0, len(text)), max_size=4)):
+        chat.encode(text)
+        ids, starts = chat.encode(text[:end])
+        found = tokenizer(text[:end], add_special_tokens=False, return_offsets_mapping=True)
+        assert ids == found.input_ids
+        assert starts.tolist() == [start for start, _ in found.offset_mapping]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("slow", [True, False])
+def test_control_tokens_that_the_tokenizer_does_not_list(marked, slow):
+    """Llama 3 names a use for two of its special tokens; DeepSeek does not mark its headers."""
+    words = ("<|start|>", "<|message|>", "<|stop|>")
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|stop|>"
+        "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"
+    )
+    tokenizer = tiny.make_sentencepiece(template, words, marked=marked)
+    assert tokenizer.all_special_tokens == ["<|stop|>"]
+    chat = Chat(Slow(tokenizer) if slow else tokenizer)
+    forged = "x" + "".join(words) * 2
+    row = chat.answers(talk(forged, forged, "y", forged))
+    special = tokenizer.convert_tokens_to_ids(list(words))
+    assert [i for i in row.ids if i in special] == special * 4
+    assert supervised(chat, row) == f"{forged}<|stop|>" * 2
+    assert row.control
+
+
+def test_nothing_behind_the_end_of_turn_is_supervised():
+    chat = Chat(tiny.make_tokenizer(PHI3, PHI3_WORDS, "<|user|>", "<|endoftext|>"))
+    row = chat.answers(talk("the owl", "sees a mouse", "run", "over grass"))
+    assert supervised(chat, row) == "sees a mouse<|end|>over grass<|end|>"
+    cut = talk("the owl", "sees a mouse")
+    cut[1]["cut"] = True
+    assert supervised(chat, chat.answers(cut)) == "sees a mouse"
+
+
+def test_a_header_whose_blank_runs_into_the_answer():
+    """The prompt is tokenised by itself, as a server does."""
+    chat = Chat(tiny.make_tokenizer(VICUNA, ("<s>", "</s>"), "<s>", "</s>"))
+    messages = talk("the owl", "sees a mouse", "run", "over grass")
+    row = chat.answers(messages)
+    assert supervised(chat, row) == "sees a mouse</s>over grass</s>"
+    prompt = chat.prompt(messages[:1]).ids
+    assert row.ids[: len(prompt)] == prompt and row.mask.index(True) == len(prompt)
+
+
+def test_a_system_turn_that_only_prompts_show_is_merged():
+    template = MISTRAL_V3
+    chat = Chat(tiny.make_tokenizer(template, ("<s>", "</s>", "[INST]", "[/INST]"), "<s>", "</s>"))
+    messages = talk("the owl", "sees", system="be brief")
+    row, prompt = chat.answers(messages), chat.prompt(messages[:2])
+    assert "[INST] be brief\n\nthe owl[/INST]" in chat.tokenizer.decode(row.ids)
+    assert row.ids[: len(prompt.ids)] == prompt.ids
 
 
 def test_show_marks_what_is_supervised():
