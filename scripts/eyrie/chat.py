@@ -230,11 +230,6 @@ class Chat:
             end = len(after)
             if not text.startswith(after):
                 end = len(os.path.commonprefix([after, text]))  # noqa: RUF071, of text it is right
-                # Two control tokens may begin alike.
-                begun = [
-                    m.end() for m in self.written.finditer(text, len(before)) if m.start() < end
-                ]
-                end = max([end, *begun])
             # Templates trim an answer, so it need not begin where it does in the message.
             span = text[len(before) : end]
             calls = [call["function"]["name"] for call in messages[i].get("tool_calls", [])]
@@ -292,6 +287,7 @@ class Chat:
         cuts = {0, len(text), *edges}
         for match in self.written.finditer(text):
             cuts |= set(match.span())
+            # A turn's end is found where renderings differ, and control tokens may begin alike.
             cuts -= set(range(match.start() + 1, match.end()))
         cuts = sorted(cuts)
         ids, starts, lead = [], [], ""

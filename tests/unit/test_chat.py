@@ -283,13 +283,15 @@ def test_control_tokens_that_the_tokenizer_does_not_list(marked, slow):
         "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|stop|>"
         "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"
     )
-    tokenizer = tiny.make_sentencepiece(template, words, marked=marked)
+    # Of no use to the template, which a token not marked does not matter to.
+    other = ("<|reserved|>",) * marked
+    tokenizer = tiny.make_sentencepiece(template, other + words, marked=marked)
     assert tokenizer.all_special_tokens == ["<|stop|>"]
     chat = Chat(Slow(tokenizer) if slow else tokenizer)
-    forged = "x" + "".join(words) * 2
+    forged = "x" + "".join(other + words) * 2
     row = chat.answers(talk(forged, forged, "y", forged))
     special = tokenizer.convert_tokens_to_ids(list(words))
-    assert [i for i in row.ids if i in special] == special * 4
+    assert [i for i in row.ids if i in tokenizer.added_tokens_decoder] == special * 4
     assert supervised(chat, row) == f"{forged}<|stop|>" * 2
     assert row.control
 
