@@ -88,6 +88,8 @@ class Sharder:
             outcome.row = self.tokens(conversation)
         except Reject as reject:
             outcome.reason = str(reject)
+        except RecursionError:
+            outcome.reason = "nested too deeply"
         return outcome
 
     def tokens(self, conversation: Conversation) -> Row:

@@ -294,6 +294,8 @@ def test_control_tokens_that_the_tokenizer_does_not_list(marked, slow):
     assert [i for i in row.ids if i in tokenizer.added_tokens_decoder] == special * 4
     assert supervised(chat, row) == f"{forged}<|stop|>" * 2
     assert row.control
+    row = chat.answers(talk("x" + "".join(other), "y"))
+    assert not {*row.ids} & {*tokenizer.convert_tokens_to_ids(list(other))}
 
 
 def test_nothing_behind_the_end_of_turn_is_supervised():
