@@ -15,6 +15,7 @@ from pathlib import Path
 from eyrie import engine
 from eyrie.files import atomic, log_line, write_json
 from eyrie.gpus import hold_gpus
+from eyrie.processes import end_with_parent
 from eyrie.provenance import peak_rss_bytes, versions
 
 METHODS = ("baseline", "ngram", "eagle3")
@@ -161,7 +162,7 @@ def figures(method: str, rows: list[dict], baseline: list[dict], draft_tokens: i
 
 
 def measure_into(path: Path, method: str, args) -> None:
-    engine.end_with_parent()
+    end_with_parent()
     write_json(path, measure(method, args))
 
 

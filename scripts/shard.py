@@ -15,6 +15,7 @@ import argparse
 import collections
 import json
 import multiprocessing
+import signal
 import sys
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ from tqdm import tqdm
 from eyrie.chat import Chat, Row, load_tokenizer
 from eyrie.conversations import Conversation, Reject, name_of, read_conversation
 from eyrie.files import atomic, log_line, write_json
+from eyrie.processes import end_with_parent
 from eyrie.provenance import peak_rss_bytes
 from eyrie.shards import Rows, write_tokens
 from eyrie.shards import read_rows as read_shard
@@ -129,8 +131,11 @@ class Sharder:
 
 
 def start(sharder: Sharder) -> None:
-    """Give a process its sharder; forked, so that the tokenizer is loaded once."""
+    """Give a process its sharder; forked, so that the tokenizer is loaded once. Ctrl-C is for the
+    parent, which ends its processes, and so is its own end."""
     global in_process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
     in_process = sharder
 
 
@@ -230,24 +235,23 @@ def percentiles(values: list[int]) -> dict[str, int]:
     }
 
 
-def numbered_rows(args, account: Account) -> Iterator[tuple]:
-    """Every row of every source: (source, file, row number, byte offset, raw row).
+def numbered_rows(args) -> Iterator[tuple]:
+    """Every row of every source: (fault, source, file, row number, byte offset, raw row).
 
-    Raises:
-        BrokenFile: a file is damaged, unless args.on_bad_file is "keep".
-    """
+    Rows are read ahead, so a file's fault has its place among them: what follows the file's last
+    whole row, a BrokenFile. It is None of a row."""
     names = args.source_name or [str(path) for path in args.conversations]
-    for name, source in zip(names, args.conversations, strict=True):
-        for path in expand(source):
-            try:
-                for number, (offset, raw) in enumerate(read_rows(path)):
-                    yield name, path.name, number, offset, raw
-            except BrokenFile as broken:
-                if args.on_bad_file != "keep":
-                    raise
-                bad = {"source": name, "file": path.name, "rows": broken.rows}
-                account.bad_files.append(bad | {"offset": broken.offset, "why": broken.why})
-                print(f"shard: {broken}; its first {broken.rows:,} rows are used", file=sys.stderr)
+    sources = [
+        (name, path)
+        for name, source in zip(names, args.conversations, strict=True)
+        for path in expand(source)
+    ]
+    for name, path in sources:
+        try:
+            for number, (offset, raw) in enumerate(read_rows(path)):
+                yield None, name, str(path), number, offset, raw
+        except BrokenFile as broken:
+            yield broken, name, str(path), broken.rows, broken.offset, None
 
 
 def make_shards(args) -> dict:
@@ -282,10 +286,15 @@ def make_shards(args) -> dict:
 
     progress = tqdm(total=args.limit, unit=" rows", desc="shard", mininterval=5)
     with atomic(args.out / "rejects.jsonl") as partial, open(partial, "w") as rejects:
-        results = outcomes(
-            numbered_rows(args, account), Sharder(chat, benchmark, args), args.processes
-        )
-        for (source, file, number, offset, _), outcome in results:
+        results = outcomes(numbered_rows(args), Sharder(chat, benchmark, args), args.processes)
+        for (fault, source, file, number, offset, _), outcome in results:
+            if fault:
+                if args.on_bad_file != "keep":
+                    raise fault
+                bad = {"source": source, "file": file, "rows": number, "offset": offset}
+                account.bad_files.append(bad | {"why": fault.why})
+                print(f"shard: {fault}; its first {number:,} rows are used", file=sys.stderr)
+                continue
             account.read[source] += 1
             reason = "duplicate" if outcome.id in seen else outcome.reason
             if reason:
@@ -337,6 +346,12 @@ def make_shards(args) -> dict:
     return summary | {"shards": shards, **metadata}
 
 
+def remove_shards(out: Path) -> None:
+    """Leave nothing of an earlier run, which may have had more shards, or of one that failed."""
+    for path in [out / "shards.json", *(out / "shards").glob("[0-9]*.safetensors")]:
+        path.unlink(missing_ok=True)
+
+
 def show(args) -> None:
     """Print row `args.show` of the shards in args.out, its supervised tokens marked."""
     chat = Chat(load_tokenizer(args.tokenizer, args.trust_remote_code))
@@ -384,7 +399,12 @@ def main() -> None:
             return
         if not args.conversations:
             raise DataError("give --conversations")
-        account = make_shards(args)
+        remove_shards(args.out)
+        try:
+            account = make_shards(args)
+        except BaseException:
+            remove_shards(args.out)
+            raise
     except (DataError, ValueError, OSError) as error:
         sys.exit(f"shard: {error}")
     account["seconds"] = round(time.time() - started, 2)

@@ -1,8 +1,11 @@
 import contextlib
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -176,7 +179,7 @@ def test_a_broken_file_stops_unless_its_rows_are_wanted(inputs, tmp_path, keep):
     assert done.returncode == (0 if keep else 1)
     if keep:
         (bad,) = account(tmp_path / "out")["bad_files"]
-        assert (bad["file"], bad["rows"]) == ("cut.json", 3) and bad["offset"] > 0
+        assert (bad["file"], bad["rows"]) == (str(path), 3) and bad["offset"] > 0
     else:
         assert not (tmp_path / "out/shards.json").exists()
 
@@ -250,3 +253,75 @@ def test_show_prints_any_row(inputs, tmp_path):
     assert f"»{tiny.sentence(12)}<|im_end|>«" in done.stdout
     done = run([*command, "15"])
     assert done.returncode == 1 and "15 rows, numbered from 0" in done.stderr
+
+
+def test_nothing_of_an_earlier_run_remains(inputs, tmp_path):
+    rows = [talk("the owl", tiny.sentence(i)) for i in range(25)]
+    many, few = write(tmp_path / "m.jsonl", *rows), write(tmp_path / "f.jsonl", *rows[:5])
+    for path, shards in ((many, 3), (few, 1)):
+        assert shard(inputs, tmp_path / "out", path, None, *DATASET).returncode == 0
+        assert account(tmp_path / "out")["shards"] == shards
+    done = shard(inputs, tmp_path / "out", few, 6, *DATASET)
+    assert done.returncode == 1 and "5 found among 5 read" in done.stderr
+    assert [path.name for path in (tmp_path / "out").rglob("*.*")] == ["rejects.jsonl"]
+
+
+@pytest.mark.parametrize("processes", ["1", "3"])
+def test_a_fault_behind_the_last_row_wanted_is_no_matter(inputs, tmp_path, processes):
+    """However far ahead the rows are read."""
+    rows = [talk("the owl", tiny.sentence(i)) for i in range(20)]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    path.write_text(path.read_text() + "broken")
+    options = [*DATASET, "--processes", processes]
+    assert shard(inputs, tmp_path / "out", path, 15, *options).returncode == 0
+    assert account(tmp_path / "out")["bad_files"] == []
+    done = shard(inputs, tmp_path / "out", path, 21, *options)
+    assert done.returncode == 1 and "after 20 whole rows" in done.stderr
+    done = shard(inputs, tmp_path / "out", path, None, *options, "--on-bad-file", "keep")
+    assert done.returncode == 0 and account(tmp_path / "out")["bad_files"][0]["rows"] == 20
+
+
+def test_rejects_name_the_file_among_others_of_its_name(inputs, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "rows" / name).mkdir(parents=True)
+        deep = json.loads('{"a":' + "[" * 400 + "]" * 400 + "}")
+        write(
+            tmp_path / "rows" / name / "train.jsonl", talk("the owl", f"sees a mouse {name}"), deep
+        )
+    done = shard(inputs, tmp_path / "out", tmp_path / "rows", None, *DATASET)
+    assert done.returncode == 0, done.stderr
+    rejects = account(tmp_path / "out")["rejects"]
+    names = [str(tmp_path / f"rows/{name}/train.jsonl") for name in "ab"]
+    assert [reject["file"] for reject in rejects] == names
+    assert {reject["reason"] for reject in rejects} == {"nested too deeply"}
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
+def test_an_end_in_the_middle_leaves_no_process_and_no_account(inputs, tmp_path, ended_by):
+    """Of Ctrl-C no shard is left, either."""
+    write(tmp_path / "r.jsonl", *(talk(f"the owl {i}", tiny.sentence(i)) for i in range(9000)))
+    command = [sys.executable, str(SCRIPT), "--conversations", str(tmp_path / "r.jsonl")]
+    command += ["--tokenizer", str(inputs / "verifier"), "--out", str(tmp_path / "out"), *DATASET]
+    with subprocess.Popen(
+        [*command, "--shard-size", "10", "--processes", "2"],
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        while not (tmp_path / "out/shards/00001.safetensors").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        # As a terminal does: all of its processes get the signal.
+        os.killpg(process.pid, ended_by) if ended_by == signal.SIGINT else process.kill()
+        assert process.wait() != 0
+    for _ in range(100):
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("processes are left")
+    left = [path.name for path in (tmp_path / "out").rglob("*.*")]
+    assert "shards.json" not in left
+    assert ended_by == signal.SIGKILL or left == []
