@@ -284,7 +284,7 @@ def test_a_fault_behind_the_last_row_wanted_is_no_matter(inputs, tmp_path, proce
 def test_rejects_name_the_file_among_others_of_its_name(inputs, tmp_path):
     for name in ("a", "b"):
         (tmp_path / "rows" / name).mkdir(parents=True)
-        deep = json.loads('{"a":' + "[" * 400 + "]" * 400 + "}")
+        deep = json.loads('{"a":' + "[" * 700 + "]" * 700 + "}")
         write(
             tmp_path / "rows" / name / "train.jsonl", talk("the owl", f"sees a mouse {name}"), deep
         )
