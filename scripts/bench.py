@@ -15,7 +15,6 @@ from pathlib import Path
 from eyrie import engine
 from eyrie.files import atomic, log_line, write_json
 from eyrie.gpus import hold_gpus
-from eyrie.processes import end_with_parent
 from eyrie.provenance import peak_rss_bytes, versions
 
 METHODS = ("baseline", "ngram", "eagle3")
@@ -162,7 +161,7 @@ def figures(method: str, rows: list[dict], baseline: list[dict], draft_tokens: i
 
 
 def measure_into(path: Path, method: str, args) -> None:
-    end_with_parent()
+    engine.end_with_parent()
     write_json(path, measure(method, args))
 
 

@@ -29,7 +29,6 @@ from tqdm import tqdm
 from eyrie.chat import Chat, Row, load_tokenizer
 from eyrie.conversations import Conversation, Reject, name_of, read_conversation
 from eyrie.files import atomic, log_line, write_json
-from eyrie.processes import end_with_parent
 from eyrie.provenance import peak_rss_bytes
 from eyrie.shards import Rows, write_tokens
 from eyrie.shards import read_rows as read_shard
@@ -132,10 +131,9 @@ class Sharder:
 
 def start(sharder: Sharder) -> None:
     """Give a process its sharder; forked, so that the tokenizer is loaded once. Ctrl-C is for the
-    parent, which ends its processes, and so is its own end."""
+    parent, which ends its processes."""
     global in_process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
     in_process = sharder
 
 

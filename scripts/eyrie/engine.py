@@ -1,6 +1,8 @@
 """The engine's settings, the same for extraction and benchmark, on a GPU and on a CPU."""
 
+import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -35,6 +37,12 @@ def prepare(gpus: int, kv_cache_gib: float) -> None:
     if nameable and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
         os.environ["LD_PRELOAD"] = f"{openmp} {os.environ.get('LD_PRELOAD', '')}".strip()
         os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, whatever ended that."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def resolve_dtype(name: str) -> str:

@@ -1,6 +1,7 @@
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -300,20 +301,23 @@ def test_rejects_name_the_file_among_others_of_its_name(inputs, tmp_path):
 def test_an_end_in_the_middle_leaves_no_process_and_no_account(inputs, tmp_path, ended_by):
     """Of Ctrl-C no shard is left, either."""
     write(tmp_path / "r.jsonl", *(talk(f"the owl {i}", tiny.sentence(i)) for i in range(9000)))
-    command = [sys.executable, str(SCRIPT), "--conversations", str(tmp_path / "r.jsonl")]
+    command = [str(SCRIPT), "--conversations", str(tmp_path / "r.jsonl"), "--shard-size", "10"]
     command += ["--tokenizer", str(inputs / "verifier"), "--out", str(tmp_path / "out"), *DATASET]
-    with subprocess.Popen(
-        [*command, "--shard-size", "10", "--processes", "2"],
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        while not (tmp_path / "out/shards/00001.safetensors").exists():
-            assert process.poll() is None
-            time.sleep(0.01)
-        # As a terminal does: all of its processes get the signal.
-        os.killpg(process.pid, ended_by) if ended_by == signal.SIGINT else process.kill()
-        assert process.wait() != 0
+
+    def shard_in_a_group_of_its_own() -> None:
+        os.setsid()
+        run([*command, "--processes", "2"])
+
+    process = multiprocessing.get_context("fork").Process(target=shard_in_a_group_of_its_own)
+    process.start()
+    while not (tmp_path / "out/shards/00001.safetensors").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    # As a terminal does: all of its processes get the signal.
+    end = os.killpg if ended_by == signal.SIGINT else os.kill
+    end(process.pid, ended_by)
+    process.join()
+    assert process.exitcode != 0
     for _ in range(100):
         try:
             os.killpg(process.pid, 0)
