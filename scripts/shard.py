@@ -29,6 +29,7 @@ from tqdm import tqdm
 from eyrie.chat import Chat, Row, load_tokenizer
 from eyrie.conversations import Conversation, Reject, name_of, read_conversation
 from eyrie.files import atomic, log_line, write_json
+from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes
 from eyrie.shards import Rows, write_tokens
 from eyrie.shards import read_rows as read_shard
@@ -40,14 +41,6 @@ BATCH = 16
 
 def normal(text: str) -> str:
     return " ".join(text.lower().split())
-
-
-def read_prompts(path: Path) -> set[str]:
-    """The texts of a benchmark's prompts (JSON lines with `turns` or `prompt`), normalised."""
-    texts = set()
-    for _, row in read_rows(path):
-        texts.update(normal(turn) for turn in row.get("turns") or [row["prompt"]])
-    return texts
 
 
 def without_leading_answers(messages: list[dict]) -> list[dict]:
@@ -260,7 +253,8 @@ def make_shards(args) -> dict:
     """
     tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code)
     chat = Chat(tokenizer, args.date, args.system_turns, json.loads(args.template_options))
-    benchmark = set().union(*map(read_prompts, args.benchmark)) if args.benchmark else set()
+    prompts = [prompt for path in args.benchmark or () for prompt in read_prompts(path)]
+    benchmark = {normal(text) for prompt in prompts for text in prompt["asked"]}
     metadata = {"answers": args.answers, "tokenizer": chat.identity(), "chat": chat.settings()}
     account = Account()
     seen: set[bytes] = set()
