@@ -75,6 +75,66 @@ def make_sentencepiece(
     return fast
 
 
+# As custom tokenizers on tiktoken are: no offsets, and control tokens are found in any text, even
+# where that is to be split.
+CUSTOM = """
+from transformers import PreTrainedTokenizer
+
+WORDS = {words}
+
+
+class OwlTokenizer(PreTrainedTokenizer):
+    def __init__(self, **options):
+        self.words = [*map(chr, range(256)), *WORDS]
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self):
+        return len(self.words)
+
+    def get_vocab(self):
+        return {{word: i for i, word in enumerate(self.words)}}
+
+    def _tokenize(self, text, **options):
+        tokens = []
+        while text:
+            word = next((w for w in WORDS if text.startswith(w)), None)
+            tokens += [word] if word else map(chr, text[0].encode())
+            text = text[len(word or text[0]) :]
+        return tokens
+
+    def _convert_token_to_id(self, token):
+        return self.words.index(token)
+
+    def _convert_id_to_token(self, number):
+        return self.words[number]
+
+    def convert_tokens_to_string(self, tokens):
+        text = b"".join(t.encode() if t in WORDS else bytes([ord(t)]) for t in tokens)
+        return text.decode(errors="replace")
+
+    def save_vocabulary(self, folder, filename_prefix=None):
+        return ()
+"""
+
+
+def make_custom_tokenizer(folder: Path, template: str, words: tuple[str, ...]) -> Path:
+    """A folder whose tokenizer is Python code of its own, its control tokens marked special."""
+    folder.mkdir()
+    (folder / "tokenization_owl.py").write_text(CUSTOM.format(words=words))
+    added = {str(256 + i): {"content": w, "special": True} for i, w in enumerate(words)}
+    settings = {
+        "tokenizer_class": "OwlTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_owl.OwlTokenizer", None]},
+        "added_tokens_decoder": added,
+        "eos_token": words[-1],
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
 def make_verifier(folder: Path, template: str | None = CHATML) -> Path:
     """A 4-layer Llama, hidden 64, with untied head, whose layers change the state enough for a
     wrong layer id to show."""

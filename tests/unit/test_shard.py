@@ -3,6 +3,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 import tiny
+from templates import CHATML
 
 from eyrie.shards import read_rows
 from shard import main
@@ -265,6 +267,25 @@ def test_nothing_of_an_earlier_run_remains(inputs, tmp_path):
     done = shard(inputs, tmp_path / "out", few, 6, *DATASET)
     assert done.returncode == 1 and "5 found among 5 read" in done.stderr
     assert [path.name for path in (tmp_path / "out").rglob("*.*")] == ["rejects.jsonl"]
+
+
+def test_shards_follow_template_and_length_in_the_same_folder(inputs, tmp_path):
+    """None is used again for what it was not made of, and each says what it was made of."""
+    shutil.copytree(inputs / "verifier", tmp_path / "verifier")
+    template = tmp_path / "verifier/chat_template.jinja"
+    path = write(tmp_path / "r.jsonl", talk("the owl", tiny.sentence(1, 40)))
+    found = []
+    for text, length in ((CHATML, "64"), ("{# other #}" + CHATML, "64"), (CHATML, "32")):
+        template.write_text(text)
+        done = shard(tmp_path, tmp_path / "out", path, None, *DATASET, "--max-length", length,
+                     "--benchmark")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        (made,) = (tmp_path / "out/shards").iterdir()
+        found.append((made.read_bytes(), account(tmp_path / "out")["tokenizer"]))
+        assert read_rows(made).metadata["tokenizer"] == found[-1][1]
+    shards, tokenizers = zip(*found, strict=True)
+    assert len({*shards}) == 3
+    assert tokenizers[0] != tokenizers[1] and tokenizers[0] == tokenizers[2]
 
 
 @pytest.mark.parametrize("processes", ["1", "3"])
