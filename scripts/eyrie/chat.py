@@ -174,9 +174,10 @@ class Chat:
             words = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise Reject(f"the chat template refuses it: {words}") from error
 
-    def prepared(self, messages: list[dict]) -> tuple[list[dict], bool]:
-        """Messages fit for the template: control tokens in their text replaced by stand-ins,
-        system turns moved where it takes none. Also whether there were any control tokens."""
+    def prepared(self, messages: list[dict], tools) -> tuple[list[dict], list | None, bool]:
+        """Messages and tools fit for the template: control tokens in their text replaced by
+        stand-ins, system turns moved where it takes none. Also whether there were any control
+        tokens."""
         found = False
 
         def safe(value):
@@ -193,7 +194,7 @@ class Chat:
                 return {safe(key): safe(item) for key, item in value.items()}
             return value
 
-        messages = [safe(message) for message in messages]
+        messages, tools = [safe(message) for message in messages], safe(tools)
         if not self.takes_system and any(m["role"] == "system" for m in messages):
             if self.system == "reject":
                 raise Reject("the chat template takes no system turn")
@@ -202,7 +203,7 @@ class Chat:
             first = next((m for m in messages if m["role"] == "user"), None)
             if self.system == "merge" and first:
                 first["content"] = "\n\n".join([*said, first["content"]])
-        return messages, found
+        return messages, tools, found
 
     def rendered(self, messages: list[dict], tools) -> Rendered:
         """A whole conversation and what the assistant wrote in it.
@@ -334,7 +335,7 @@ class Chat:
 
     def prompt(self, messages: list[dict], tools=None) -> Row:
         """The tokens that a server would send to the verifier to answer `messages`."""
-        messages, control = self.prepared(messages)
+        messages, tools, control = self.prepared(messages, tools)
         text = self.render(messages, tools)
         self.check_present(messages, tools, text)
         ids, _ = self.encode(text)
@@ -357,7 +358,7 @@ class Chat:
             {k: v[:room] if isinstance(v, str) else v for k, v in message.items()}
             for message in messages[: last + 1]
         ]
-        messages, control = self.prepared(messages)
+        messages, tools, control = self.prepared(messages, tools)
         ends = [i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"]
         fit = self.answers_that_fit(messages, tools, ends, max_length)
         messages = messages[: ends[max(fit, 1) - 1]]
