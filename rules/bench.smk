@@ -19,6 +19,10 @@ rule bench:
     params:
         prompts_name=C.prompts.name,
         prompts=lambda wildcards: C.runs[wildcards.run].prompts or C.bench.prompts,
+        # As the training data's.
+        system_turns=C.shard.system_turns,
+        date=str(C.shard.date),
+        template_options=json.dumps(C.shard.template_options, sort_keys=True),
         max_new_tokens=C.bench.max_new_tokens,
         draft_tokens=C.bench.draft_tokens,
         dtype=C.verifier.dtype,
@@ -41,6 +45,9 @@ rule bench:
             --prompts {input.prompts:q} \
             --prompts-name {params.prompts_name:q} \
             --num-prompts {params.prompts} \
+            --system-turns {params.system_turns} \
+            --date {params.date:q} \
+            --template-options {params.template_options:q} \
             --max-new-tokens {params.max_new_tokens} \
             --draft-tokens {params.draft_tokens} \
             --dtype {params.dtype} \

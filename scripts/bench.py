@@ -13,9 +13,12 @@ import time
 from pathlib import Path
 
 from eyrie import engine
+from eyrie.conversations import Reject
 from eyrie.files import atomic, log_line, write_json
 from eyrie.gpus import hold_gpus
+from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes, versions
+from eyrie.sources import DataError
 
 METHODS = ("baseline", "ngram", "eagle3")
 
@@ -34,20 +37,32 @@ class BenchError(Exception):
     """Something that makes the comparison worthless; the message says what."""
 
 
-def read_prompts(path: Path, count: int) -> list[dict]:
-    """The first `count` prompts, taken in turn from each category: {id, category, text}."""
+def pick_prompts(path: Path, count: int) -> list[dict]:
+    """The first `count` prompts, taken in turn from each category."""
     by_category: dict[str, list[dict]] = {}
-    for number, line in enumerate(path.read_text().splitlines()):
-        row = json.loads(line)
-        text = row["turns"][0] if "turns" in row else row["prompt"]
-        category = row.get("category", "all")
-        prompt = {"id": row.get("question_id", number), "category": category, "text": text}
-        by_category.setdefault(category, []).append(prompt)
-    rounds = max(map(len, by_category.values()))
+    for prompt in read_prompts(path):
+        by_category.setdefault(prompt["category"], []).append(prompt)
+    rounds = max(map(len, by_category.values()), default=0)
     turns = [rows[i] for i in range(rounds) for rows in by_category.values() if i < len(rows)]
     if len(turns) < count:
         raise BenchError(f"{path}: {len(turns)} prompts, bench.prompts asks for {count}")
     return turns[:count]
+
+
+def tokenised(args) -> list[dict]:
+    """The prompts to serve, each with its `ids`, made as those of the training data are."""
+    from eyrie.chat import Chat, load_tokenizer
+
+    tokenizer = load_tokenizer(args.verifier, args.trust_remote_code)
+    chat = Chat(tokenizer, args.date, args.system_turns, json.loads(args.template_options))
+    prompts = pick_prompts(args.prompts, args.num_prompts)
+    for prompt in prompts:
+        try:
+            # The template is applied once, here, and the engine is given tokens: no second BOS.
+            prompt["ids"] = chat.prompt(prompt["messages"], prompt["tools"]).ids
+        except Reject as reject:
+            raise BenchError(f"{args.prompts}: prompt {prompt['id']}: {reject}") from None
+    return prompts
 
 
 def speculation(method: str, args) -> dict:
@@ -74,24 +89,19 @@ def read_counters(llm, draft_tokens: int) -> dict[str, int]:
     return counters
 
 
-def measure(method: str, args) -> dict:
+def measure(method: str, prompts: list[dict], args) -> dict:
     """Serve every prompt by one method. Returns its rows, each with its output tokens."""
     started = time.time()
     from vllm import LLM, SamplingParams
 
-    from eyrie.chat import Chat, load_tokenizer
-
     args.dtype = engine.resolve_dtype(args.dtype)
-    chat = Chat(load_tokenizer(args.verifier, args.trust_remote_code))
     llm = LLM(**engine.engine_arguments(args), **speculation(method, args), disable_log_stats=False)
     loaded = time.time()
     sampling = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens, detokenize=False)
     warm_up = SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, detokenize=False)
-    prompts = read_prompts(args.prompts, args.num_prompts)
     rows = []
     for number, prompt in enumerate(prompts[:WARM_UP] + prompts):
-        # The template is applied once, here, and the engine is given tokens: no second BOS.
-        ids = chat.prompt([{"role": "user", "content": prompt["text"]}]).ids
+        ids = prompt["ids"]
         before = read_counters(llm, args.draft_tokens)
         begun = time.perf_counter()
         (output,) = llm.generate(
@@ -160,12 +170,12 @@ def figures(method: str, rows: list[dict], baseline: list[dict], draft_tokens: i
     }
 
 
-def measure_into(path: Path, method: str, args) -> None:
+def measure_into(path: Path, method: str, prompts: list[dict], args) -> None:
     engine.end_with_parent()
-    write_json(path, measure(method, args))
+    write_json(path, measure(method, prompts, args))
 
 
-def run_methods(args) -> dict[str, dict]:
+def run_methods(prompts: list[dict], args) -> dict[str, dict]:
     """Measure each method in a process of its own, so that none inherits another's memory.
 
     They are forked from a server that has imported vLLM and done nothing else.
@@ -175,7 +185,7 @@ def run_methods(args) -> dict[str, dict]:
     measured = {}
     for method in METHODS:
         out = args.summary.with_name(f"{args.summary.name}.{method}.partial")
-        process = processes.Process(target=measure_into, args=(out, method, args))
+        process = processes.Process(target=measure_into, args=(out, method, prompts, args))
         try:
             process.start()
             process.join()
@@ -197,6 +207,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--prompts-name", default="prompts", help="for the summary")
     parser.add_argument("--num-prompts", type=int, required=True)
+    parser.add_argument("--system-turns", choices=["merge", "drop", "reject"], default="merge")
+    parser.add_argument("--date", default="2026-01-01", help="today, to the chat template")
+    parser.add_argument("--template-options", default="{}", help="JSON, for the chat template")
     parser.add_argument("--max-new-tokens", type=int, required=True)
     parser.add_argument("--draft-tokens", type=int, required=True)
     parser.add_argument("--summary", type=Path, required=True, help="JSON to write")
@@ -208,10 +221,10 @@ def main() -> None:
     engine.prepare(args.gpus, args.kv_cache_gib, in_process=False)
     started = time.time()
     try:
-        read_prompts(args.prompts, args.num_prompts)
+        prompts = tokenised(args)
         _lock = hold_gpus(args.gpus)
-        measured = run_methods(args)
-    except (BenchError, ValueError) as error:
+        measured = run_methods(prompts, args)
+    except (BenchError, DataError, ValueError) as error:
         sys.exit(f"bench: {error}")
 
     import pandas as pd

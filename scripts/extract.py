@@ -22,7 +22,8 @@ import numpy as np
 from tqdm import tqdm
 
 from eyrie import engine, store
-from eyrie.chat import Chat, load_tokenizer
+from eyrie.chat import Chat, Row, load_tokenizer
+from eyrie.conversations import Reject
 from eyrie.files import link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.memory import extraction_memory, require_memory
@@ -66,9 +67,13 @@ class Talk:
         messages = turns["messages"]
         first = next(i for i, m in enumerate(messages) if m["role"] == "user")
         self.messages, self.later = messages[: first + 1], messages[first + 1 :]
+        self.prompt = chat.prompt(self.messages, self.tools).ids
+        # Of each answer, the tokens it was asked with and those that were written.
+        self.written: list[tuple[list[int], list[int]]] = []
 
     def answered(self, token_ids: list[int], cut: bool) -> list[int] | None:
         """Take an answer. Returns the next turn's prompt, or None after the last that fits."""
+        self.written.append((self.prompt, token_ids))
         special = self.chat.special
         while token_ids and token_ids[-1] in special:
             token_ids = token_ids[:-1]
@@ -77,24 +82,26 @@ class Talk:
         self.messages.append({"role": "assistant", "content": text, "cut": cut})
         if not self.later:
             return None
-        prompt = self.chat.prompt([*self.messages, self.later[0]], self.tools).ids
-        if len(prompt) > self.max_prompt:
+        try:
+            self.prompt = self.chat.prompt([*self.messages, self.later[0]], self.tools).ids
+        except Reject:  # the template cannot render what was answered
+            return None
+        if len(self.prompt) > self.max_prompt:
             return None
         self.messages.append(self.later.pop(0))
-        return prompt
+        return self.prompt
 
-    def rows(self) -> list:
-        """The conversation as answered, and one row for each answer that is not repeated in it."""
-        whole = self.chat.answers(self.messages, self.tools)
-        rows = [whole]
-        ends = [i + 1 for i, m in enumerate(self.messages) if m["role"] == "assistant"]
-        for number in whole.lost:
-            row = self.chat.answers(self.messages[: ends[number]], self.tools)
-            # Only the answer at its end; those before it have rows of their own or are in `whole`.
-            last = len(row.mask) - row.mask[::-1].index(True)
-            start = last - next((n for n, m in enumerate(row.mask[:last][::-1]) if not m), last)
-            row.mask[:start] = [False] * start
-            rows.append(row)
+    def rows(self) -> list[Row]:
+        """The conversation as answered, if it can be rendered, and one row for each answer that is
+        not repeated in it."""
+        try:
+            whole = self.chat.answers(self.messages, self.tools)
+            rows, lost = [whole], whole.lost
+        except Reject:  # the template repeats no answer as it was written
+            rows, lost = [], range(len(self.written))
+        for prompt, written in (self.written[number] for number in lost):
+            mask = [False] * len(prompt) + [True] * len(written)
+            rows.append(Row(prompt + written, mask))
         return rows
 
 

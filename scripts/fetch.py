@@ -201,7 +201,7 @@ def fetch_conversations(args, out: Path, work: Path) -> dict:
     for path in paths:
         name = str(path.relative_to(root))
         # Without an ending a folder's other files, a README say, could not be told from it.
-        target = out / (name if path.suffix in ENDINGS else name + ENDINGS[0])
+        target = out / (name if path.suffix.lower() in ENDINGS else name + ENDINGS[0])
         files[name] = sha256_file(path)
         place(path, target, args.source)
     return {**identity, "files": files}

@@ -15,6 +15,7 @@ import argparse
 import collections
 import json
 import multiprocessing
+import signal
 import sys
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ from tqdm import tqdm
 from eyrie.chat import Chat, Row, load_tokenizer
 from eyrie.conversations import Conversation, Reject, name_of, read_conversation
 from eyrie.files import atomic, log_line, write_json
+from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes
 from eyrie.shards import Rows, write_tokens
 from eyrie.shards import read_rows as read_shard
@@ -39,14 +41,6 @@ BATCH = 16
 
 def normal(text: str) -> str:
     return " ".join(text.lower().split())
-
-
-def read_prompts(path: Path) -> set[str]:
-    """The texts of a benchmark's prompts (JSON lines with `turns` or `prompt`), normalised."""
-    texts = set()
-    for _, row in read_rows(path):
-        texts.update(normal(turn) for turn in row.get("turns") or [row["prompt"]])
-    return texts
 
 
 def without_leading_answers(messages: list[dict]) -> list[dict]:
@@ -88,6 +82,8 @@ class Sharder:
             outcome.row = self.tokens(conversation)
         except Reject as reject:
             outcome.reason = str(reject)
+        except RecursionError:
+            outcome.reason = "nested too deeply"
         return outcome
 
     def tokens(self, conversation: Conversation) -> Row:
@@ -127,8 +123,10 @@ class Sharder:
 
 
 def start(sharder: Sharder) -> None:
-    """Give a process its sharder; forked, so that the tokenizer is loaded once."""
+    """Give a process its sharder; forked, so that the tokenizer is loaded once. Ctrl-C is for the
+    parent, which ends its processes."""
     global in_process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     in_process = sharder
 
 
@@ -228,24 +226,23 @@ def percentiles(values: list[int]) -> dict[str, int]:
     }
 
 
-def numbered_rows(args, account: Account) -> Iterator[tuple]:
-    """Every row of every source: (source, file, row number, byte offset, raw row).
+def numbered_rows(args) -> Iterator[tuple]:
+    """Every row of every source: (fault, source, file, row number, byte offset, raw row).
 
-    Raises:
-        BrokenFile: a file is damaged, unless args.on_bad_file is "keep".
-    """
+    Rows are read ahead, so a file's fault has its place among them: what follows the file's last
+    whole row, a BrokenFile. It is None of a row."""
     names = args.source_name or [str(path) for path in args.conversations]
-    for name, source in zip(names, args.conversations, strict=True):
-        for path in expand(source):
-            try:
-                for number, (offset, raw) in enumerate(read_rows(path)):
-                    yield name, path.name, number, offset, raw
-            except BrokenFile as broken:
-                if args.on_bad_file != "keep":
-                    raise
-                bad = {"source": name, "file": path.name, "rows": broken.rows}
-                account.bad_files.append(bad | {"offset": broken.offset, "why": broken.why})
-                print(f"shard: {broken}; its first {broken.rows:,} rows are used", file=sys.stderr)
+    sources = [
+        (name, path)
+        for name, source in zip(names, args.conversations, strict=True)
+        for path in expand(source)
+    ]
+    for name, path in sources:
+        try:
+            for number, (offset, raw) in enumerate(read_rows(path)):
+                yield None, name, str(path), number, offset, raw
+        except BrokenFile as broken:
+            yield broken, name, str(path), broken.rows, broken.offset, None
 
 
 def make_shards(args) -> dict:
@@ -256,7 +253,8 @@ def make_shards(args) -> dict:
     """
     tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code)
     chat = Chat(tokenizer, args.date, args.system_turns, json.loads(args.template_options))
-    benchmark = set().union(*map(read_prompts, args.benchmark)) if args.benchmark else set()
+    prompts = [prompt for path in args.benchmark or () for prompt in read_prompts(path)]
+    benchmark = {normal(text) for prompt in prompts for text in prompt["asked"]}
     metadata = {"answers": args.answers, "tokenizer": chat.identity(), "chat": chat.settings()}
     account = Account()
     seen: set[bytes] = set()
@@ -280,10 +278,15 @@ def make_shards(args) -> dict:
 
     progress = tqdm(total=args.limit, unit=" rows", desc="shard", mininterval=5)
     with atomic(args.out / "rejects.jsonl") as partial, open(partial, "w") as rejects:
-        results = outcomes(
-            numbered_rows(args, account), Sharder(chat, benchmark, args), args.processes
-        )
-        for (source, file, number, offset, _), outcome in results:
+        results = outcomes(numbered_rows(args), Sharder(chat, benchmark, args), args.processes)
+        for (fault, source, file, number, offset, _), outcome in results:
+            if fault:
+                if args.on_bad_file != "keep":
+                    raise fault
+                bad = {"source": source, "file": file, "rows": number, "offset": offset}
+                account.bad_files.append(bad | {"why": fault.why})
+                print(f"shard: {fault}; its first {number:,} rows are used", file=sys.stderr)
+                continue
             account.read[source] += 1
             reason = "duplicate" if outcome.id in seen else outcome.reason
             if reason:
@@ -335,6 +338,12 @@ def make_shards(args) -> dict:
     return summary | {"shards": shards, **metadata}
 
 
+def remove_shards(out: Path) -> None:
+    """Leave nothing of an earlier run, which may have had more shards, or of one that failed."""
+    for path in [out / "shards.json", *(out / "shards").glob("[0-9]*.safetensors")]:
+        path.unlink(missing_ok=True)
+
+
 def show(args) -> None:
     """Print row `args.show` of the shards in args.out, its supervised tokens marked."""
     chat = Chat(load_tokenizer(args.tokenizer, args.trust_remote_code))
@@ -382,7 +391,12 @@ def main() -> None:
             return
         if not args.conversations:
             raise DataError("give --conversations")
-        account = make_shards(args)
+        remove_shards(args.out)
+        try:
+            account = make_shards(args)
+        except BaseException:
+            remove_shards(args.out)
+            raise
     except (DataError, ValueError, OSError) as error:
         sys.exit(f"shard: {error}")
     account["seconds"] = round(time.time() - started, 2)

@@ -85,6 +85,27 @@ TAGGED = (
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Ends the conversation with a token beside the turn's own that begins like a header.
+PHI3 = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}"
+)
+# Headers of plain text, whose last blank is a part of the answer's first token.
+VICUNA = (
+    "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }}"
+    "{{ eos_token if m['role'] == 'assistant' else ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+# Renders the system turn only where the user's turn is the last.
+MISTRAL_V3 = """\
+{{- bos_token }}
+{%- set talk = messages[1:] if messages[0].role == 'system' else messages %}
+{%- for m in talk %}
+{%- set system = messages[0].content + '\n\n' if loop.last and talk != messages else '' %}
+{%- if m.role == 'user' %}{{- '[INST] ' + system + m.content + '[/INST]' }}
+{%- else %}{{- ' ' + m.content + eos_token }}
+{%- endif %}
+{%- endfor %}"""
 
 IM = ("<|im_start|>", "<|im_end|>")
 # name: (template, control tokens, bos, eos, end of turn, does it trim)

@@ -45,6 +45,96 @@ def make_tokenizer(
     return fast
 
 
+def make_sentencepiece(
+    template: str,
+    control: tuple[str, ...],
+    blank: str = "first",
+    rstrip: bool = False,
+    marked: bool = True,
+) -> PreTrainedTokenizerFast:
+    """A BPE tokenizer that writes blanks as ▁, with one put before the `first` piece of a text or
+    before `each` between control tokens. rstrip: control tokens take the blanks behind them
+    along. marked: they are marked special; the tokenizer names a use for the last only."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    scheme = "always" if blank == "each" else blank
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    letters = [*map(chr, range(33, 127)), *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False)
+    tokenizer.train_from_iterator([sentence(i) for i in range(50)], trainer)
+    state = json.loads(tokenizer.to_str())
+    for letter in letters:
+        state["model"]["vocab"].setdefault(letter, len(state["model"]["vocab"]))
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokens = [AddedToken(t, special=marked, rstrip=rstrip, normalized=False) for t in control]
+    (tokenizer.add_special_tokens if marked else tokenizer.add_tokens)(tokens)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=control[-1])
+    fast.chat_template = template
+    return fast
+
+
+# As custom tokenizers on tiktoken are: no offsets, and control tokens are found in any text, even
+# where that is to be split.
+CUSTOM = """
+from transformers import PreTrainedTokenizer
+
+WORDS = {words}
+
+
+class OwlTokenizer(PreTrainedTokenizer):
+    def __init__(self, **options):
+        self.words = [*map(chr, range(256)), *WORDS]
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self):
+        return len(self.words)
+
+    def get_vocab(self):
+        return {{word: i for i, word in enumerate(self.words)}}
+
+    def _tokenize(self, text, **options):
+        tokens = []
+        while text:
+            word = next((w for w in WORDS if text.startswith(w)), None)
+            tokens += [word] if word else map(chr, text[0].encode())
+            text = text[len(word or text[0]) :]
+        return tokens
+
+    def _convert_token_to_id(self, token):
+        return self.words.index(token)
+
+    def _convert_id_to_token(self, number):
+        return self.words[number]
+
+    def convert_tokens_to_string(self, tokens):
+        text = b"".join(t.encode() if t in WORDS else bytes([ord(t)]) for t in tokens)
+        return text.decode(errors="replace")
+
+    def save_vocabulary(self, folder, filename_prefix=None):
+        return ()
+"""
+
+
+def make_custom_tokenizer(folder: Path, template: str, words: tuple[str, ...]) -> Path:
+    """A folder whose tokenizer is Python code of its own, its control tokens marked special."""
+    folder.mkdir()
+    (folder / "tokenization_owl.py").write_text(CUSTOM.format(words=words))
+    added = {str(256 + i): {"content": w, "special": True} for i, w in enumerate(words)}
+    settings = {
+        "tokenizer_class": "OwlTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_owl.OwlTokenizer", None]},
+        "added_tokens_decoder": added,
+        "eos_token": words[-1],
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
 def make_verifier(folder: Path, template: str | None = CHATML) -> Path:
     """A 4-layer Llama, hidden 64, with untied head, whose layers change the state enough for a
     wrong layer id to show."""

@@ -14,8 +14,12 @@ import numpy as np
 
 from eyrie.conversations import Reject
 
-# Stand-ins for control tokens in a message's text while the template renders it.
+# This and what follows stand for control tokens in a message's text while it is rendered.
 PRIVATE = 0xF0000
+# What an answer itself holds, although templates write it, too.
+THINKING = ("<think>", "</think>")
+# A text to find again.
+PROBE = "qzqz"
 
 
 @dataclass
@@ -90,17 +94,52 @@ class Chat:
             "date_string": day.strftime("%d %b %Y"),
             **self.extra,
         }
-        self.special = set(tokenizer.all_special_ids)
-        words = sorted((t for t in set(tokenizer.all_special_tokens) if len(t) > 1), key=len)[::-1]
-        self.control = re.compile("|".join(map(re.escape, words)) or "(?!)")
-        self.stand_in = re.compile(f"[{chr(PRIVATE)}-{chr(PRIVATE + len(words))}]")
-        self.stand_ins = {word: chr(PRIVATE + i) for i, word in enumerate(words)}
         # No text of n tokens has more characters than n of these.
         self.longest = max(map(len, tokenizer.get_vocab()))
         self.encoded: tuple = ("", [], np.zeros(0, np.int64))
         template = tokenizer.get_chat_template()
         self.tags = bool(re.search(r"\{%-?\s*generation\b", template))
+        self.control = self.stand_in = re.compile("(?!)")
+        self.stand_ins: dict[str, str] = {}
+        self._find_control_tokens()
         self.takes_system = self._takes_system()
+
+    def _find_control_tokens(self) -> None:
+        """Tokens that no message may write: those marked special, whether or not the tokenizer
+        names a use for them, and those that the template puts around a turn, special or not."""
+        added = {token.content: token for token in self.tokenizer.added_tokens_decoder.values()}
+        probe = [("user", "hi"), ("assistant", PROBE), ("user", "hi")]
+        try:
+            turns = self.render([{"role": r, "content": t} for r, t in probe], prompt=False)
+        except Reject:
+            turns = ""
+        words = {*self.tokenizer.all_special_tokens, *(t for t in added if added[t].special)}
+        words |= {t for t in added if t in turns and t not in THINKING}
+        # Some tokenizers list blanks.
+        words = sorted((w for w in words if len(w.strip()) > 1), key=lambda w: (-len(w), w))
+        self.special = {*self.tokenizer.all_special_ids}
+        self.special |= {*self.tokenizer.convert_tokens_to_ids(words)}
+        self.control = re.compile("|".join(map(re.escape, words)) or "(?!)")
+        end = self.control.search(turns.partition(PROBE)[2])
+        self.turn_end = self.tokenizer.convert_tokens_to_ids(end[0]) if end else None
+        # Written by the template some take the blanks beside them along.
+        strips = {t: (added[t].lstrip * r"\s*", added[t].rstrip * r"\s*") for t in added}
+        forms = [strips[w][0] + re.escape(w) + strips[w][1] for w in words if w in strips]
+        self.written = re.compile("|".join(forms) or "(?!)")
+        self.stand_ins = {word: chr(PRIVATE + 1 + i) for i, word in enumerate(words)}
+        self.stood_for = {char: word for word, char in self.stand_ins.items()}
+        self.stand_in = re.compile(f"[{chr(PRIVATE)}-{chr(PRIVATE + len(words))}]")
+        # Some tokenizers put a blank before a text. Where one that is encoded in pieces gets none,
+        # behind a control token or within plain text, this goes before the piece.
+        self.lead_behind_control = self.lead_within_text = ""
+        alone = self.ids("hi")
+        if words and self.ids(words[0] + "hi")[1:] != alone:
+            self.lead_behind_control = chr(PRIVATE)
+        if self.ids(chr(PRIVATE) + "hi")[len(self.ids(chr(PRIVATE))) :] != alone:
+            self.lead_within_text = chr(PRIVATE)
+
+    def ids(self, text: str, **options) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, **options).input_ids
 
     def identity(self) -> str:
         """A hash of all that turns messages into ids: vocabulary, template and its options."""
@@ -113,11 +152,17 @@ class Chat:
         return {"date": self.date, "system": self.system, "options": self.extra}
 
     def _takes_system(self) -> bool:
-        probe = [{"role": "system", "content": "qzqz"}, {"role": "user", "content": "hi"}]
+        """Whether a system turn is rendered, in a prompt and in the conversation it becomes."""
+        system, user = {"role": "system", "content": PROBE}, {"role": "user", "content": "hi"}
+        answer = {"role": "assistant", "content": "hi"}
         try:
-            return "qzqz" in self.render(probe)
+            prompt, talk = (
+                self.render([system, user]),
+                self.render([system, user, answer], None, False),
+            )
         except Reject:
             return False
+        return PROBE in prompt and PROBE in talk
 
     def render(self, messages: list[dict], tools=None, prompt: bool = True) -> str:
         """Raises Reject with the template's own words where it refuses the conversation."""
@@ -129,9 +174,10 @@ class Chat:
             words = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise Reject(f"the chat template refuses it: {words}") from error
 
-    def prepared(self, messages: list[dict]) -> tuple[list[dict], bool]:
-        """Messages fit for the template: control tokens in their text replaced by stand-ins,
-        system turns moved where it takes none. Also whether there were any control tokens."""
+    def prepared(self, messages: list[dict], tools) -> tuple[list[dict], list | None, bool]:
+        """Messages and tools fit for the template: control tokens in their text replaced by
+        stand-ins, system turns moved where it takes none. Also whether there were any control
+        tokens."""
         found = False
 
         def safe(value):
@@ -148,7 +194,7 @@ class Chat:
                 return {safe(key): safe(item) for key, item in value.items()}
             return value
 
-        messages = [safe(message) for message in messages]
+        messages, tools = [safe(message) for message in messages], safe(tools)
         if not self.takes_system and any(m["role"] == "system" for m in messages):
             if self.system == "reject":
                 raise Reject("the chat template takes no system turn")
@@ -157,7 +203,7 @@ class Chat:
             first = next((m for m in messages if m["role"] == "user"), None)
             if self.system == "merge" and first:
                 first["content"] = "\n\n".join([*said, first["content"]])
-        return messages, found
+        return messages, tools, found
 
     def rendered(self, messages: list[dict], tools) -> Rendered:
         """A whole conversation and what the assistant wrote in it.
@@ -231,45 +277,65 @@ class Chat:
         """Tokens of a rendered text, and where each begins in it (int64 [n]).
 
         The template writes its own BOS, so the tokenizer must not add another. Stand-ins become
-        what they stand for, as plain text. A tokenizer that tells no offsets, and a text with
-        stand-ins, are encoded piece by piece between `edges` and control tokens.
+        what they stand for, as plain text. A text with stand-ins, one of which a token lies across
+        an edge, and all texts where the tokenizer tells no offsets, are encoded piece by piece
+        between `edges` and control tokens.
         """
         if self.tokenizer.is_fast and not self.stand_in.search(text):
-            # A row is asked for twice: how much of it fits, and for the mask of that. Text before a
-            # control token is tokenised by itself, so the first answer holds the second.
-            known, ids, starts = self.encoded
-            if known == text:
+            ids, starts = self.encode_whole(text)
+            if {*edges} <= {len(text), *starts[np.searchsorted(starts[:-1], edges)].tolist()}:
                 return ids, starts
-            if known.startswith(text):
-                end = int(np.searchsorted(starts, len(text)))
-                if end < len(ids) and starts[end] == len(text) and ids[end] in self.special:
-                    return ids[:end], starts[:end]
-            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            starts = np.array([start for start, _ in found.offset_mapping], np.int64)
-            self.encoded = text, found.input_ids, starts
-            return self.encoded[1:]
         cuts = {0, len(text), *edges}
-        for match in self.control.finditer(text):
+        for match in self.written.finditer(text):
             cuts |= set(match.span())
+            # A turn's end is found where renderings differ, and control tokens may begin alike.
+            cuts -= set(range(match.start() + 1, match.end()))
         cuts = sorted(cuts)
-        ids, starts = [], []
+        ids, starts, lead = [], [], ""
         for start, end in itertools.pairwise(cuts):
             piece = text[start:end]
-            if self.control.fullmatch(piece):
-                found = [self.tokenizer.convert_tokens_to_ids(piece)]
+            if self.control.fullmatch(piece.strip()):
+                found = [self.tokenizer.convert_tokens_to_ids(piece.strip())]
+                lead = self.lead_behind_control
             else:
-                for word, stand_in in self.stand_ins.items():
-                    piece = piece.replace(stand_in, word)
-                found = self.tokenizer(
-                    piece, add_special_tokens=False, split_special_tokens=True
-                ).input_ids
+                piece = self.stand_in.sub(lambda match: self.stood_for[match[0]], piece)
+                found = self.plain(piece, lead)
+                lead = self.lead_within_text
             ids += found
             starts += [start] * len(found)
         return ids, np.array(starts, np.int64)
 
+    def encode_whole(self, text: str) -> tuple[list[int], np.ndarray]:
+        """As `encode`, of a text that the tokenizer itself can take."""
+        # A row is asked for twice: how much of it fits, and for the mask of that. Text before a
+        # control token is tokenised by itself, so the first answer holds the second.
+        known, ids, starts = self.encoded
+        if known == text:
+            return ids, starts
+        if known.startswith(text):
+            end = int(np.searchsorted(starts, len(text)))
+            if end < len(ids) and starts[end] == len(text) and ids[end] in self.special:
+                return ids[:end], starts[:end]
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = np.array([start for start, _ in found.offset_mapping], np.int64)
+        self.encoded = text, found.input_ids, starts
+        return self.encoded[1:]
+
+    def plain(self, text: str, lead: str) -> list[int]:
+        """Tokens of text in which nothing is a control token, as they are behind `lead`."""
+        ids = self.ids(lead + text, split_special_tokens=True)
+        ids = ids[len(self.ids(lead)) :] if lead else ids
+        if self.special.isdisjoint(ids) or not self.control.search(text):
+            return ids
+        # Not every tokenizer splits them: one of custom code, or a token not marked special.
+        halves = self.control.sub(lambda m: m[0][0] + chr(PRIVATE) + m[0][1:], text)
+        first, *others = halves.split(chr(PRIVATE))
+        found = [self.plain(part, self.lead_within_text) for part in others]
+        return list(itertools.chain(self.plain(first, lead), *found))
+
     def prompt(self, messages: list[dict], tools=None) -> Row:
         """The tokens that a server would send to the verifier to answer `messages`."""
-        messages, control = self.prepared(messages)
+        messages, tools, control = self.prepared(messages, tools)
         text = self.render(messages, tools)
         self.check_present(messages, tools, text)
         ids, _ = self.encode(text)
@@ -292,7 +358,7 @@ class Chat:
             {k: v[:room] if isinstance(v, str) else v for k, v in message.items()}
             for message in messages[: last + 1]
         ]
-        messages, control = self.prepared(messages)
+        messages, tools, control = self.prepared(messages, tools)
         ends = [i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"]
         fit = self.answers_that_fit(messages, tools, ends, max_length)
         messages = messages[: ends[max(fit, 1) - 1]]
@@ -326,17 +392,24 @@ class Chat:
         """Tokens and mask of a rendered conversation: each answer to its end-of-turn token, which
         was not written where a limit cut the answer. What the template adds after that is not
         generated."""
-        edges = [edge for span in rendered.spans for edge in span]
-        ids, starts = self.encode(rendered.text, edges)
+        ids, starts = self.encode(rendered.text, [edge for span in rendered.spans for edge in span])
         mask = [False] * len(ids)
+        bounds = [*starts.tolist(), len(rendered.text)]
+
+        def blank(token: int) -> bool:
+            return not rendered.text[bounds[token] : bounds[token + 1]].strip()
+
         for (start, end), number in zip(rendered.spans, rendered.messages, strict=True):
             first, last = np.searchsorted(starts, [start, end]).tolist()
             # Byte-level tokenizers split a character into tokens of one offset; none straddles.
-            while last > first and ids[last - 1] not in self.special:
-                after = starts[last] if last < len(ids) else len(rendered.text)
-                if rendered.text[starts[last - 1] : after].strip():
-                    break
+            while last > first and ids[last - 1] not in self.special and blank(last - 1):
                 last -= 1
+            # A template may end the whole conversation, too.
+            end = last
+            while end > first and (ids[end - 1] in self.special or blank(end - 1)):
+                end -= 1
+            if self.turn_end in ids[end:last]:
+                last = ids.index(self.turn_end, end) + 1
             if messages[number].get("cut"):
                 while last > first and ids[last - 1] in self.special:
                     last -= 1

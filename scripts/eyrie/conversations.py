@@ -56,7 +56,8 @@ class Conversation:
     def id(self) -> bytes:
         """16 bytes that follow the content alone: duplicates and the split are decided by it."""
         content = list(self.tokens) if self.tokens else [self.messages, self.tools]
-        text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+        # Parquet has values that JSON has not; the chat template refuses them.
+        text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
@@ -93,8 +94,8 @@ def parsed(value, what: str):
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except ValueError:
+        return repaired(json.loads(value))
+    except (ValueError, RecursionError):
         raise Reject(f"{what} are not JSON") from None
 
 
@@ -123,15 +124,18 @@ def message_of(turn, calls: list[str]) -> dict | None:
     if not isinstance(turn, dict):
         raise Reject("turn is not an object")
     spoken = turn.get("from") or turn.get("role")
-    role = ROLES.get(spoken.lower()) if isinstance(spoken, str) else None
+    spoken = spoken.strip().lower() if isinstance(spoken, str) else None
+    role = ROLES.get(spoken)
     if role is None:
         raise Reject("unknown role")
     content = turn.get("value") if turn.get("content") is None else turn["content"]
     message = {"role": role, "content": text_of(content)}
+    if role != "assistant" and (turn.get("tool_calls") or turn.get("function_call")):
+        raise Reject("tool calls in a turn that is not the assistant's")
     if role == "assistant":
-        found = parsed(turn.get("tool_calls"), "tool calls") or []
+        found = parsed(turn.get("tool_calls") or [], "tool calls") or []
         found = [*found, turn["function_call"]] if turn.get("function_call") else found
-        if spoken.lower() == "function_call":
+        if spoken == "function_call":
             found, message["content"] = parsed(message["content"], "tool calls"), ""
             found = found if isinstance(found, list) else [found]
         if not isinstance(found, list):
@@ -176,7 +180,9 @@ def turns_of(row: dict) -> list:
         parts = [row["instruction"], row.get("input")]
         asked = "\n\n".join(text_of(part) for part in parts if part)
         pairs = row.get("history") or []
-        if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        if not isinstance(pairs, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 for pair in pairs
+        ):
             raise Reject("history is not a list of pairs")
         found = [t for q, a in pairs for t in turns(q, "user") + turns(a, "assistant")]
         found += turns(asked, "user")
@@ -190,7 +196,7 @@ def turns_of(row: dict) -> list:
         raise Reject("no turns")
     if listed is None and answer is not None:
         found += turns(answer, "assistant")
-    if isinstance(row.get("system"), str):
+    if row.get("system") is not None:
         found = [{"role": "system", "content": row["system"]}, *found]
     return found
 

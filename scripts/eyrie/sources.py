@@ -1,11 +1,11 @@
 """Rows of conversation files, one at a time, whatever the files are called or packed in."""
 
 import codecs
-import gzip
 import json
 import re
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +14,8 @@ import zstandard
 
 # Bytes read at a time; a longer row doubles it.
 CHUNK = 1 << 20
+# Bytes of a packed file unpacked at a time: a few of them may hold very many.
+PACKED = 1 << 12
 # No conversation is this long: a quote is missing, and the rest of the file would be one string.
 MAX_ROW = 1 << 28
 BETWEEN = re.compile(r"[\s,\ufeff]*")
@@ -42,32 +44,57 @@ class BrokenFile(DataError):
 def expand(pattern: str | Path) -> list[Path]:
     """The files that a file's name, a folder (its whole tree) or a glob stands for, sorted.
 
+    Of a folder these are the files with one of ENDINGS. What macOS puts beside a file on other
+    file systems, ._NAME, is left out.
+
     Raises:
         DataError: there are none.
     """
     path = Path(pattern).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        found = [p for p in path.rglob("*") if p.suffix in ENDINGS]
-    else:
-        root = Path(path.anchor)
-        found = list(root.glob(str(path.relative_to(root))))
-    found = sorted(p for p in found if p.is_file())
+    root = Path(path.anchor)
+    matches = [path] if path.exists() else root.glob(str(path.relative_to(root)))
+    found = {file for match in matches for file in files_of(match)}
+    found = sorted(file for file in found if not file.name.startswith("._"))
     if not found:
         raise DataError(f"{pattern}: no such file, and no folder or pattern that holds any")
     return found
 
 
-def unpacked(path: Path):
-    """The file opened for reading, gzip and zstd undone; told by content, not by name."""
+def files_of(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return [p for p in path.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file()]
+
+
+def unpacked(path: Path) -> Iterator[bytes]:
+    """The file's bytes, gzip and zstd undone; told by content, not by name.
+
+    Raises:
+        EOFError: it is cut off. zlib.error, zstandard.ZstdError: it is damaged.
+    """
     with open(path, "rb") as file:
         magic = file.read(4)
-    if magic[:2] == b"\x1f\x8b":
-        return gzip.open(path)
-    if magic == b"\x28\xb5\x2f\xfd":
-        return zstandard.open(path, "rb")
-    return open(path, "rb")
+        file.seek(0)
+        if magic[:2] == b"\x1f\x8b":
+            begin = partial(zlib.decompressobj, wbits=31)
+        elif magic == b"\x28\xb5\x2f\xfd" or magic[1:] == b"\x2a\x4d\x18":  # or a frame to skip
+            begin = zstandard.ZstdDecompressor().decompressobj
+        else:
+            yield from iter(partial(file.read, CHUNK), b"")
+            return
+        stream = None
+        while data := file.read(PACKED):
+            while data:
+                # Members follow one another, and zeros may follow the last.
+                data = data if stream else data.lstrip(b"\0")
+                if not data:
+                    break
+                stream = stream or begin()
+                yield stream.decompress(data)
+                data = stream.unused_data
+                stream = None if stream.eof else stream
+        if stream:
+            raise EOFError("cut off")
 
 
 def read_rows(path: Path) -> Iterator[tuple[int | None, object]]:
@@ -91,9 +118,18 @@ def parquet_rows(path: Path) -> Iterator[tuple[None, dict]]:
             for batch in file.iter_batches(batch_size=64):
                 for row in batch.to_pylist():
                     rows += 1
-                    yield None, row
-    except (pa.ArrowException, OSError) as error:
+                    yield None, without_nulls(row)
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text not UTF-8
         raise BrokenFile(path, rows, None, str(error).splitlines()[0]) from error
+
+
+def without_nulls(value):
+    """A Parquet value without its null fields: a struct has every field that any row has."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, object]]:
@@ -101,63 +137,75 @@ def json_rows(path: Path) -> Iterator[tuple[int, object]]:
     parse = json.JSONDecoder().raw_decode
     buffer, start, offset, rows, chunk = "", 0, 0, 0, CHUNK
     ended = array = closed = False
+    # Why no more can be read, though the file is not at its end.
+    stopped = ""
+    pieces = unpacked(path)
 
-    with unpacked(path) as file:
+    def read() -> None:
+        nonlocal buffer, start, ended, stopped
+        data = bytearray()
+        try:
+            while len(data) < chunk and not ended:
+                piece = next(pieces, None)
+                ended = piece is None
+                data += piece or b""
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+            ended, stopped = True, f"cannot be unpacked: {error}"
+        try:
+            text = decoder.decode(data, final=ended and not stopped)
+        except UnicodeDecodeError as error:
+            # What precedes the fault is read.
+            text = error.object[: error.start].decode()
+            ended, stopped = True, f"not UTF-8: {error.reason}"
+        buffer, start = buffer[start:] + text, 0
 
-        def read() -> None:
-            nonlocal buffer, start, ended
-            try:
-                data = file.read(chunk)
-                buffer, start = buffer[start:] + decoder.decode(data, final=not data), 0
-            except UnicodeDecodeError as error:
-                raise BrokenFile(path, rows, offset, f"not UTF-8: {error.reason}") from error
-            except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-                raise BrokenFile(path, rows, offset, f"cannot be unpacked: {error}") from error
-            ended = not data
+    def skip(end: int) -> None:
+        nonlocal start, offset
+        offset += len(buffer[start:end].encode())
+        start = end
 
-        def skip(end: int) -> None:
-            nonlocal start, offset
-            offset += len(buffer[start:end].encode())
-            start = end
-
-        while True:
-            skip(BETWEEN.match(buffer, start).end())
-            if start == len(buffer):
-                if ended:
-                    break
-                read()
-                continue
-            if closed:
-                raise BrokenFile(path, rows, offset, "text after the array's end")
-            if buffer[start] == "[" and not array and not rows:
-                array = True
-                skip(start + 1)
-                continue
-            if buffer[start] == "]" and array:
-                closed = True
-                skip(start + 1)
-                continue
-            try:
-                value, end = parse(buffer, start)
-                # A number or word may go on behind the buffer's end.
-                whole = end < len(buffer) or isinstance(value, (dict, list))
-                fault, why = end, ""
-            except json.JSONDecodeError as error:
-                near_end = error.pos > len(buffer) - LONGEST_TOKEN
-                whole = not (near_end or error.msg.startswith("Unterminated string"))
-                fault, why = error.pos, error.msg
-            except (ValueError, RecursionError) as error:
-                whole, fault, why = True, start, str(error)
-            if not whole and not ended and len(buffer) - start < MAX_ROW:
-                chunk = max(CHUNK, len(buffer) - start)
-                read()
-                continue
-            if why:
-                skip(fault)
-                raise BrokenFile(path, rows, offset, why)
-            chunk = CHUNK
-            rows += 1
-            yield offset, value
-            skip(end)
+    while True:
+        skip(BETWEEN.match(buffer, start).end())
+        if start == len(buffer):
+            if ended:
+                break
+            read()
+            continue
+        if closed:
+            raise BrokenFile(path, rows, offset, "text after the array's end")
+        if buffer[start] == "[" and not array and not rows:
+            array = True
+            skip(start + 1)
+            continue
+        if buffer[start] == "]" and array:
+            closed = True
+            skip(start + 1)
+            continue
+        try:
+            value, end = parse(buffer, start)
+            # A number or word may go on behind the buffer's end.
+            whole = end < len(buffer) or isinstance(value, (dict, list))
+            fault, why = end, ""
+        except json.JSONDecodeError as error:
+            near_end = error.pos > len(buffer) - LONGEST_TOKEN
+            whole = not (near_end or error.msg.startswith("Unterminated string"))
+            fault, why = error.pos, error.msg
+        except (ValueError, RecursionError) as error:
+            whole, fault, why = True, start, str(error)
+        if not whole and not ended and len(buffer) - start < MAX_ROW:
+            chunk = max(CHUNK, len(buffer) - start)
+            read()
+            continue
+        if stopped and not whole:
+            fault, why = len(buffer), stopped
+        if why:
+            skip(fault)
+            raise BrokenFile(path, rows, offset, why)
+        chunk = CHUNK
+        rows += 1
+        yield offset, value
+        skip(end)
+    if stopped:
+        raise BrokenFile(path, rows, offset, stopped)
     if array and not closed:
         raise BrokenFile(path, rows, offset, "cut off: the array is not closed")

@@ -1,3 +1,4 @@
+import datetime
 import json
 
 import pytest
@@ -27,6 +28,8 @@ def share(*names: str) -> dict:
         share("system", "human", "gpt"),
         share("developer", "user", "assistant"),
         share("system", "User", "model"),
+        share("system", " Human ", "gpt\n"),
+        {"messages": PAIR, "system": [{"type": "text", "text": "be brief"}]},
         {"conversations": share("system", "human", "bard")["conversations"], "messages": None},
         {"system": "be brief", "prompt": "hi", "response": "yes"},
         {"system": "be brief", "prompt": "hi", "completion": "yes", "id": 7},
@@ -81,6 +84,7 @@ def call(**changes) -> dict:
         call(),
         call(function={"name": "look", "arguments": '{"city": "Paris"}'}),
         call(id=None, type="function"),
+        {"messages": [{**PAIR[0], "tool_calls": []}, *call()["messages"][1:]]},
         {
             "messages": [
                 PAIR[0],
@@ -157,6 +161,22 @@ def test_lone_surrogates_become_the_replacement_character():
     assert texts == ["bad \ufffd end", "\U0001f989"]
 
 
+def test_lone_surrogates_in_json_text():
+    row = call(function={"name": "look", "arguments": '{"city": "bad \\ud83d end"}'})
+    conversation = read_conversation(row)
+    (made,) = conversation.messages[1]["tool_calls"]
+    assert made["function"]["arguments"] == {"city": "bad \ufffd end"}
+    assert len(conversation.id) == 16
+
+
+def test_values_that_json_has_not_make_an_id():
+    ids = [
+        read_conversation(call(function={"name": "look", "arguments": {"day": day}})).id
+        for day in (datetime.date(2026, 1, 1), datetime.date(2026, 1, 2), b"")
+    ]
+    assert len({*ids}) == 3
+
+
 OK = {"from": "human", "value": "hi"}
 
 
@@ -192,6 +212,10 @@ OK = {"from": "human", "value": "hi"}
         ({"input_ids": [1.0], "loss_mask": [1]}, "wrong type"),
         ({"input_ids": [1], "loss_mask": [2]}, "wrong type"),
         ({"instruction": "x", "output": "y", "history": ["a"]}, "list of pairs"),
+        ({"instruction": "x", "output": "y", "history": 5}, "list of pairs"),
+        ({"messages": PAIR, "system": 5}, "neither text nor a list of parts"),
+        ({"messages": PAIR, "tools": "[" * 100_000}, "tools are not JSON"),
+        ({"messages": [{**OK, "tool_calls": [{"name": "look"}]}]}, "not the assistant's"),
     ],
 )
 def test_rows_that_cannot_be_used(row, reason):

@@ -69,6 +69,33 @@ def test_answers_whose_thinking_is_dropped_have_a_row_of_their_own():
     assert first.ids[-1:] != whole.ids[-1:] or len(first.ids) < len(whole.ids)
 
 
+def test_answers_that_the_template_begins_itself_have_rows_of_their_own():
+    """A prompt that ends within the thinking, as DeepSeek-R1's, is repeated by no history."""
+    template, control, bos, eos, *_ = FAMILIES["deepseek"]
+    template = template.replace("<｜Assistant｜>{% endif %}", "<｜Assistant｜><think>\n{% endif %}")
+    chat = Chat(tiny.make_tokenizer(template, control, bos, eos))
+    talk = Talk(chat, users("owl?", "mouse?"), 1000)
+    wrote = [f"one\n</think>\n\na{eos}", "two\n</think>\n\nb"]
+    prompts = [talk.prompt, answer(talk, wrote[0])]
+    assert answer(talk, wrote[1], cut=True) is None
+    rows = talk.rows()
+    assert [supervised(chat, row) for row in rows] == wrote
+    assert [row.ids[: row.mask.index(True)] for row in rows] == prompts
+    assert chat.tokenizer.decode(prompts[1]).endswith(
+        f"a{eos}<｜User｜>mouse?<｜Assistant｜><think>\n"
+    )
+
+
+def test_an_answer_that_cannot_be_rendered_is_the_last():
+    chat = chat_of("chatml")
+    talk = Talk(chat, users("owl?", "mouse?"), 1000)
+    prompt = talk.prompt
+    assert answer(talk, "\U000f0001<|im_end|>") is None
+    (row,) = talk.rows()
+    assert row.ids[: row.mask.index(True)] == prompt
+    assert supervised(chat, row) == "\U000f0001<|im_end|>"
+
+
 def test_seeds_are_of_the_row_and_the_turn():
     seeds = {row_seed(bytes([row] * 16), turn, seed) for row in (1, 2) for turn in (1, 2)
              for seed in (0, 1)}  # fmt: skip

@@ -1,14 +1,20 @@
 import contextlib
 import io
 import json
+import multiprocessing
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import tiny
+from templates import CHATML
 
 from eyrie.shards import read_rows
 from shard import main
@@ -176,7 +182,7 @@ def test_a_broken_file_stops_unless_its_rows_are_wanted(inputs, tmp_path, keep):
     assert done.returncode == (0 if keep else 1)
     if keep:
         (bad,) = account(tmp_path / "out")["bad_files"]
-        assert (bad["file"], bad["rows"]) == ("cut.json", 3) and bad["offset"] > 0
+        assert (bad["file"], bad["rows"]) == (str(path), 3) and bad["offset"] > 0
     else:
         assert not (tmp_path / "out/shards.json").exists()
 
@@ -250,3 +256,97 @@ def test_show_prints_any_row(inputs, tmp_path):
     assert f"»{tiny.sentence(12)}<|im_end|>«" in done.stdout
     done = run([*command, "15"])
     assert done.returncode == 1 and "15 rows, numbered from 0" in done.stderr
+
+
+def test_nothing_of_an_earlier_run_remains(inputs, tmp_path):
+    rows = [talk("the owl", tiny.sentence(i)) for i in range(25)]
+    many, few = write(tmp_path / "m.jsonl", *rows), write(tmp_path / "f.jsonl", *rows[:5])
+    for path, shards in ((many, 3), (few, 1)):
+        assert shard(inputs, tmp_path / "out", path, None, *DATASET).returncode == 0
+        assert account(tmp_path / "out")["shards"] == shards
+    done = shard(inputs, tmp_path / "out", few, 6, *DATASET)
+    assert done.returncode == 1 and "5 found among 5 read" in done.stderr
+    assert [path.name for path in (tmp_path / "out").rglob("*.*")] == ["rejects.jsonl"]
+
+
+def test_shards_follow_template_and_length_in_the_same_folder(inputs, tmp_path):
+    """None is used again for what it was not made of, and each says what it was made of."""
+    shutil.copytree(inputs / "verifier", tmp_path / "verifier")
+    template = tmp_path / "verifier/chat_template.jinja"
+    path = write(tmp_path / "r.jsonl", talk("the owl", tiny.sentence(1, 40)))
+    found = []
+    for text, length in ((CHATML, "64"), ("{# other #}" + CHATML, "64"), (CHATML, "32")):
+        template.write_text(text)
+        done = shard(tmp_path, tmp_path / "out", path, None, *DATASET, "--max-length", length,
+                     "--benchmark")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        (made,) = (tmp_path / "out/shards").iterdir()
+        found.append((made.read_bytes(), account(tmp_path / "out")["tokenizer"]))
+        assert read_rows(made).metadata["tokenizer"] == found[-1][1]
+    shards, tokenizers = zip(*found, strict=True)
+    assert len({*shards}) == 3
+    assert tokenizers[0] != tokenizers[1] and tokenizers[0] == tokenizers[2]
+
+
+@pytest.mark.parametrize("processes", ["1", "3"])
+def test_a_fault_behind_the_last_row_wanted_is_no_matter(inputs, tmp_path, processes):
+    """However far ahead the rows are read."""
+    rows = [talk("the owl", tiny.sentence(i)) for i in range(20)]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    path.write_text(path.read_text() + "broken")
+    options = [*DATASET, "--processes", processes]
+    assert shard(inputs, tmp_path / "out", path, 15, *options).returncode == 0
+    assert account(tmp_path / "out")["bad_files"] == []
+    done = shard(inputs, tmp_path / "out", path, 21, *options)
+    assert done.returncode == 1 and "after 20 whole rows" in done.stderr
+    done = shard(inputs, tmp_path / "out", path, None, *options, "--on-bad-file", "keep")
+    assert done.returncode == 0 and account(tmp_path / "out")["bad_files"][0]["rows"] == 20
+
+
+def test_rejects_name_the_file_among_others_of_its_name(inputs, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "rows" / name).mkdir(parents=True)
+        deep = json.loads('{"a":' + "[" * 700 + "]" * 700 + "}")
+        write(
+            tmp_path / "rows" / name / "train.jsonl", talk("the owl", f"sees a mouse {name}"), deep
+        )
+    done = shard(inputs, tmp_path / "out", tmp_path / "rows", None, *DATASET)
+    assert done.returncode == 0, done.stderr
+    rejects = account(tmp_path / "out")["rejects"]
+    names = [str(tmp_path / f"rows/{name}/train.jsonl") for name in "ab"]
+    assert [reject["file"] for reject in rejects] == names
+    assert {reject["reason"] for reject in rejects} == {"nested too deeply"}
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
+def test_an_end_in_the_middle_leaves_no_process_and_no_account(inputs, tmp_path, ended_by):
+    """Of Ctrl-C no shard is left, either."""
+    write(tmp_path / "r.jsonl", *(talk(f"the owl {i}", tiny.sentence(i)) for i in range(9000)))
+    command = [str(SCRIPT), "--conversations", str(tmp_path / "r.jsonl"), "--shard-size", "10"]
+    command += ["--tokenizer", str(inputs / "verifier"), "--out", str(tmp_path / "out"), *DATASET]
+
+    def shard_in_a_group_of_its_own() -> None:
+        os.setsid()
+        run([*command, "--processes", "2"])
+
+    process = multiprocessing.get_context("fork").Process(target=shard_in_a_group_of_its_own)
+    process.start()
+    while not (tmp_path / "out/shards/00001.safetensors").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    # As a terminal does: all of its processes get the signal.
+    end = os.killpg if ended_by == signal.SIGINT else os.kill
+    end(process.pid, ended_by)
+    process.join()
+    assert process.exitcode != 0
+    for _ in range(100):
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("processes are left")
+    left = [path.name for path in (tmp_path / "out").rglob("*.*")]
+    assert "shards.json" not in left
+    assert ended_by == signal.SIGKILL or left == []

@@ -1,10 +1,13 @@
 import gzip
+import hashlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -29,6 +32,10 @@ LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
         ("packed.jsonl.gz", gzip.compress(LINES)),
         ("packed.json.zst", zstandard.compress(ARRAY)),
         ("packed_without_ending", gzip.compress(ARRAY)),
+        ("members.gz", gzip.compress(LINES[:50]) + gzip.compress(LINES[50:]) + bytes(512)),
+        ("members.zst", zstandard.compress(LINES[:50]) + zstandard.compress(LINES[50:])),
+        ("skipped.zst", b"\x50\x2a\x4d\x18\x02\0\0\0hi" + zstandard.compress(LINES)),
+        ("bom.gz", gzip.compress(b"\xef\xbb\xbf" + LINES)),
     ],
 )
 def test_forms_are_told_by_content(tmp_path, name, content):
@@ -73,7 +80,12 @@ def test_every_place_of_the_buffers_end(tmp_path, monkeypatch):
         (LINES[:-3], 4, None, ""),
         (b'{"a": 1}\n{"a": tru}\n{"a": 2}' + b" " * 50, 1, 15, "Expecting value"),
         (b'[{"a": 1}] []', 1, 11, "text after the array's end"),
-        (b'{"a": "\xff"}', 0, 0, "not UTF-8"),
+        (b'{"a": "\xff"}', 0, 7, "not UTF-8"),
+        (b'{"a": 1}\n{"a": "caf\xe9"}\n', 1, 19, "not UTF-8"),
+        (b'{"a": 1}\n{"a": "owl"}\xc3', 2, 21, "not UTF-8"),
+        (gzip.compress(LINES + b"\n") + b"more", 5, len(LINES) + 1, "cannot be unpacked"),
+        (zstandard.compress(LINES + b"\n") + b"more", 5, len(LINES) + 1, "cannot be unpacked"),
+        (LINES.decode().encode("utf-16"), 0, 0, "not UTF-8"),
         (gzip.compress(LINES)[:-12], None, None, ""),
         (zstandard.compress(LINES * 9000)[:-30], None, None, ""),
         (b"PAR1 and then nothing", 0, None, ""),
@@ -90,6 +102,48 @@ def test_a_broken_file_is_named_with_the_place(tmp_path, content, rows, offset, 
     assert offset is None or error.value.offset == offset
 
 
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_a_packed_file_cut_anywhere_is_broken_after_its_whole_rows(tmp_path, pack):
+    """Also where the cut leaves whole rows only, or the checksum alone is missing."""
+    rows = [{"id": i, "text": hashlib.sha256(str(i).encode()).hexdigest()} for i in range(5000)]
+    content = pack("".join(json.dumps(row) + "\n" for row in rows).encode())
+    read = 0
+    for kept in [*range(100, len(content), 49_999), len(content) - 2]:
+        (tmp_path / "cut").write_bytes(content[:kept])
+        found = []
+        with pytest.raises(BrokenFile, match="cannot be unpacked: cut off") as error:
+            for _, row in read_rows(tmp_path / "cut"):
+                found.append(row)
+        assert found == rows[: len(found)] and error.value.rows == len(found) >= read
+        read = len(found)
+    assert read > 0
+
+
+def test_parquet_text_that_is_not_utf8(tmp_path):
+    text = pa.StringArray.from_buffers(
+        65, pa.array(range(66), pa.int32()).buffers()[1], pa.py_buffer(b"x" * 64 + b"\xff")
+    )
+    pq.write_table(pa.table({"prompt": text}), tmp_path / "rows.parquet")
+    with pytest.raises(BrokenFile, match=r"rows.parquet: broken after \d+ whole rows .*utf-8"):
+        list(read_rows(tmp_path / "rows.parquet"))
+
+
+def test_a_parquet_struct_has_the_fields_that_its_row_has(tmp_path):
+    """One type for all rows gives each call the arguments of every other, as nulls."""
+    rows = [
+        {"messages": [{"content": "a", "arguments": {"city": "Paris", "days": None}}]},
+        {"messages": [{"content": None, "arguments": {"city": None, "days": 3}}], "tools": None},
+    ]
+    table = pa.Table.from_pylist(rows)
+    content = pa.array(["a", "b"]).dictionary_encode(), pa.array(["c", "d"], pa.large_string())
+    table = table.append_column("kind", content[0]).append_column("large", content[1])
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=1)
+    assert [row for _, row in read_rows(tmp_path / "rows.parquet")] == [
+        {"messages": [{"content": "a", "arguments": {"city": "Paris"}}], "kind": "a", "large": "c"},
+        {"messages": [{"arguments": {"days": 3}}], "kind": "b", "large": "d"},
+    ]
+
+
 def test_folders_and_patterns(tmp_path):
     (tmp_path / "deep").mkdir()
     for name in ("b.jsonl", "a.json", "deep/c.jsonl.gz", "README.md", "d.parquet"):
@@ -98,6 +152,11 @@ def test_folders_and_patterns(tmp_path):
     assert [str(p.relative_to(tmp_path)) for p in expand(tmp_path)] == names
     assert [p.name for p in expand(tmp_path / "*.json*")] == ["a.json", "b.jsonl"]
     assert [p.name for p in expand(f"{tmp_path}/**/*.gz")] == ["c.jsonl.gz"]
+    # A pattern of folders; capitals; what macOS leaves beside a file.
+    assert [p.name for p in expand(tmp_path / "de*")] == ["c.jsonl.gz"]
+    for name in ("deep/D.JSONL", "deep/._c.jsonl"):
+        (tmp_path / name).write_bytes(b"")
+    assert [p.name for p in expand(tmp_path / "deep")] == ["D.JSONL", "c.jsonl.gz"]
     for missing in ("none", "*.csv"):
         with pytest.raises(DataError, match="no such file"):
             expand(tmp_path / missing)
