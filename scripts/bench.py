@@ -77,13 +77,13 @@ def read_counters(llm, draft_tokens: int) -> dict[str, int]:
 def measure(method: str, args) -> dict:
     """Serve every prompt by one method. Returns its rows, each with its output tokens."""
     started = time.time()
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     from eyrie.chat import Chat, load_tokenizer
 
     args.dtype = engine.resolve_dtype(args.dtype)
     chat = Chat(load_tokenizer(args.verifier, args.trust_remote_code))
-    llm = LLM(**engine.engine_arguments(args), **speculation(method, args), disable_log_stats=False)
+    llm = engine.load(args, **speculation(method, args), disable_log_stats=False)
     loaded = time.time()
     sampling = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens, detokenize=False)
     warm_up = SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, detokenize=False)

@@ -183,17 +183,12 @@ class Extraction:
     them: while the last rows of one finish, the first of the next are already running."""
 
     def __init__(self, args, missing: list[Shard], config: VerifierConfig):
-        from vllm import LLM
-
         self.args, self.missing = args, missing
         self.answering = args.answers == "verifier"
         # Only greedy answers are the most likely tokens.
         greedy = self.answering and not args.temperature
         self.teacher = Teacher(args.verifier, config) if greedy else None
-        self.llm = LLM(
-            **engine.engine_arguments(args),
-            **engine.extraction_arguments(args.layer_ids, args.gpus),
-        )
+        self.llm = engine.load(args, **engine.extraction_arguments(args.layer_ids, args.gpus))
         self.loaded = self.opened = time.time()
         self.running: dict[str, Request] = {}
         self.tokens = self.submitted = 0

@@ -31,6 +31,9 @@ def prepare(gpus: int, kv_cache_gib: float) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
+    # vLLM's MLA on a CPU takes blocks of 16 and a draft's attention blocks of 32, so neither would
+    # serve with the other. Without MLA the same weights run as plain attention.
+    os.environ.setdefault("VLLM_MLA_DISABLE", "1")
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     # LD_PRELOAD is split at blanks and colons, so it cannot name a path that holds one.
     nameable = openmp.exists() and not set(" :") & set(str(openmp))
@@ -69,6 +72,8 @@ def engine_arguments(args) -> dict:
         # The engine is given tokens and asked for tokens.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
+        # Data and prompts are text: a vision tower would take memory for nothing.
+        "language_model_only": True,
     }
     if args.gpus:
         arguments["tensor_parallel_size"] = args.gpus
@@ -77,6 +82,19 @@ def engine_arguments(args) -> dict:
         # Compiling costs minutes and gains little on two cores.
         arguments["enforce_eager"] = True
     return arguments
+
+
+def load(args, **more):
+    """vLLM's LLM, of `engine_arguments` and `more`."""
+    from vllm import LLM
+
+    if not args.gpus:
+        # In this process vLLM looks for kernels in every loaded module by vars(), which the library
+        # object of llvmlite, which numba loads, answers with a function unless it has one.
+        from llvmlite.binding import ffi
+
+        ffi.lib._fntab.setdefault("__dict__", {})
+    return LLM(**engine_arguments(args), **more)
 
 
 def extraction_arguments(layer_ids: list[int], gpus: int) -> dict:
