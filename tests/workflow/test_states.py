@@ -3,10 +3,8 @@ engine: prompts prefilled in chunks, prompts whose beginning is cached, and gene
 """
 
 import json
-import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,34 +26,43 @@ from eyrie.verifier import load_verifier_config
 ROOT = Path(__file__).parents[2]
 MAX_MODEL_LEN, NEW_TOKENS = 384, 12
 
-# extract.py as it is but for the dtype that states are stored in: bf16's own rounding, 4e-3, would
-# hide an error of 1e-4, so an engine of fp32 is compared in fp32. It tells, too, how many tokens of
-# each prompt the engine took from its prefix cache.
+# extract.py as it is, of one case after the other so that vLLM is imported once, but for the dtype
+# that states are stored in: bf16's own rounding, 4e-3, would hide an error of 1e-4, so an engine of
+# fp32 is compared in fp32. How many tokens of prompts it took from its prefix cache is told, too.
 RUNNER = """
-import sys
-import torch
+import json, os, sys
 sys.path.insert(0, {scripts!r})
-import eyrie.shards
-eyrie.shards.STATES_DTYPE = torch.{dtype}
+from eyrie import engine
+engine.prepare(gpus=0, kv_cache_gib=1)
+import torch
 import extract
+from eyrie import connector, shards
+from vllm.distributed import cleanup_dist_env_and_memory
 
 run = extract.Extraction.run
 
 def watched(self):
     step = self.llm.llm_engine.step
-    def told():
+    def counted():
         outputs = step()
-        for output in outputs:
-            if output.finished:
-                print("cached", output.num_cached_tokens)
+        cached.extend(output.num_cached_tokens for output in outputs if output.finished)
         return outputs
-    self.llm.llm_engine.step = told
+    self.llm.llm_engine.step = counted
     run(self)
 
 extract.Extraction.run = watched
-extract.main()
+cases, found = json.load(open(sys.argv[1])), []
+for case in cases:
+    cached = []
+    for module in (connector, shards, extract):
+        module.STATES_DTYPE = getattr(torch, case["dtype"])
+    os.environ["VLLM_MLA_DISABLE"] = str(1 - case["mla"])
+    sys.argv[1:] = case["arguments"]
+    extract.main()
+    found.append(sum(cached))
+    cleanup_dist_env_and_memory()
+json.dump(found, open("cached.json", "w"))
 """
-
 
 # Verifier, dtype, tokens a step, MLA, and the most that a row's states may be off, and a token's.
 CASES = {
@@ -78,17 +85,13 @@ def prompts() -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
-def extract(folder: Path, verifier: Path, dtype: str, chunk: int, mla: int) -> tuple:
-    """Answer `prompts` and take their states, of every layer. Returns (HiddenStates, the tokens
-    found in the prefix cache)."""
+def arguments(folder: Path, verifier: Path, dtype: str, chunk: int) -> list[str]:
+    """extract.py's arguments that answer `prompts` and take their states of every layer."""
     rows = prompts()
     masks = [[False] * len(row) for row in rows]
     shard = folder / "tokens.safetensors"
     write_tokens(shard, Rows.pack(rows, masks, [bytes([i] * 16) for i in range(len(rows))], {}))
     (folder / "identity.json").write_text('{"source": "test", "files": {}}')
-    runner = folder / "runner.py"
-    runner.write_text(RUNNER.format(scripts=str(ROOT / "scripts"), dtype=dtype))
-    layers = load_verifier_config(verifier).num_hidden_layers
     options = {
         "shards": shard,
         "out": folder / "hidden.safetensors",
@@ -105,23 +108,10 @@ def extract(folder: Path, verifier: Path, dtype: str, chunk: int, mla: int) -> t
         "max-num-seqs": 3,
         "max-num-batched-tokens": chunk,
     }
-    command = [sys.executable, str(runner), "--layer-ids", *map(str, range(1, layers))]
-    command += [str(part) for name, value in options.items() for part in ("--" + name, value)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_MLA_DISABLE": str(1 - mla)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    cached = [line.split() for line in done.stdout.splitlines()]
-    cached = sum(int(words[1]) for words in cached if words[:1] == ["cached"])
-    states = HiddenStates([folder / "hidden.safetensors"])
-    assert len(states.rows[0]) == len(rows)
-    assert json.loads((folder / "summary.json").read_text())["layer_ids"] == [*range(1, layers + 1)]
-    return states, cached
+    layers = load_verifier_config(verifier).num_hidden_layers
+    return ["--layer-ids", *map(str, range(1, layers))] + [
+        str(part) for name, value in options.items() for part in ("--" + name, value)
+    ]
 
 
 def make_verifier(folder: Path, config_class) -> Path:
@@ -167,21 +157,32 @@ def check(found: torch.Tensor, expected: torch.Tensor, row_limit: float, token_l
 
 @pytest.fixture(scope="module")
 def extracted(tmp_path_factory) -> dict:
-    """Of each case (verifier, HiddenStates, tokens found in the prefix cache). Two engines run at
-    a time, for a start keeps one core busy."""
-
-    def run(name: str) -> tuple:
-        config_class, dtype, chunk, mla, *_ = CASES[name]
-        folder = tmp_path_factory.mktemp(name)
-        verifier = folder / "verifier"
+    """Of each case its verifier, HiddenStates, and the tokens found in the prefix cache."""
+    top = tmp_path_factory.mktemp("states")
+    verifiers, cases = [], []
+    for number, (config_class, dtype, chunk, mla, *_) in enumerate(CASES.values()):
+        verifier = top / str(number) / "verifier"
         if config_class:
             make_verifier(verifier, config_class)
         else:
             make_tiny_kimi(verifier)
-        return verifier, *extract(folder, verifier, dtype, chunk, mla)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(CASES, pool.map(run, CASES), strict=True))
+        verifiers.append(verifier)
+        options = arguments(verifier.parent, verifier, dtype, chunk)
+        cases.append({"arguments": options, "dtype": dtype, "mla": mla})
+    (top / "cases.json").write_text(json.dumps(cases))
+    (top / "runner.py").write_text(RUNNER.format(scripts=str(ROOT / "scripts")))
+    done = subprocess.run(
+        [sys.executable, "runner.py", "cases.json"],
+        cwd=top,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    states = [HiddenStates([v.parent / "hidden.safetensors"]) for v in verifiers]
+    cached = json.loads((top / "cached.json").read_text())
+    return dict(zip(CASES, zip(verifiers, states, cached, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
