@@ -183,6 +183,7 @@ class Extraction:
     them: while the last rows of one finish, the first of the next are already running."""
 
     def __init__(self, args, missing: list[Shard], config: VerifierConfig):
+        engine.require_states(args)
         self.args, self.missing = args, missing
         self.answering = args.answers == "verifier"
         # Only greedy answers are the most likely tokens.

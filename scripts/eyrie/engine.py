@@ -124,6 +124,26 @@ def extraction_arguments(layer_ids: list[int], gpus: int) -> dict:
     return arguments
 
 
+def require_states(args) -> None:
+    """Ask vLLM's model class whether it hands over the states of layers, before the load.
+
+    Raises:
+        ValueError: naming the model, if it does not.
+    """
+    from vllm import EngineArgs
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    config = EngineArgs(**engine_arguments(args)).create_model_config()
+    if not supports_eagle3(get_model_cls(config)):
+        raise ValueError(
+            f"verifier of type {config.hf_config.model_type}: vLLM's {config.architecture} does "
+            "not hand over the states of its layers (it lacks SupportsEagle3), so it can neither "
+            "be extracted from nor serve with a draft. Take a verifier of another family, Llama or "
+            "Qwen3 say, or a later vLLM"
+        )
+
+
 def add_arguments(parser) -> None:
     """The options from which `engine_arguments` is made."""
     parser.add_argument(

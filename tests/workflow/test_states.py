@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     LlamaConfig,
+    MixtralConfig,
     Qwen3Config,
 )
 
@@ -204,3 +205,15 @@ def test_each_layer_is_the_verifiers(extracted, name):
             assert off.min() > 0.1
             with pytest.raises(AssertionError):
                 check(other, right, *limits)
+
+
+def test_a_model_that_hands_over_no_states_is_refused_before_the_load(tmp_path):
+    """Only the config of the verifier is there, so a load would fail otherwise."""
+    verifier = tmp_path / "verifier"
+    MixtralConfig(architectures=["MixtralForCausalLM"]).save_pretrained(verifier)
+    script = ROOT / "scripts/extract.py"
+    command = [sys.executable, str(script), *arguments(tmp_path, verifier, "float32", 64)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "extract: verifier of type mixtral: vLLM's MixtralForCausalLM does not" in done.stderr
+    assert "Traceback" not in done.stderr
