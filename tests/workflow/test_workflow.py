@@ -21,14 +21,16 @@ ROOT = Path(__file__).parents[2]
 REPORT = "results/tiny/report_tiny.html"
 
 
-def snakemake(cwd: Path, *arguments: str, ok: bool = True, repo: Path = ROOT) -> str:
-    """Run Snakemake on the tiny job in `cwd`; returns all that it printed."""
+def snakemake(
+    cwd: Path, *arguments: str, ok: bool = True, repo: Path = ROOT, config: str = "tiny"
+) -> str:
+    """Run Snakemake on a job of configs/ in `cwd`; returns all that it printed."""
     command = [
         str(Path(sys.executable).with_name("snakemake")),
         "-s",
         str(repo / "Snakefile"),
         "--configfile",
-        str(repo / "configs/tiny.yaml"),
+        str(repo / f"configs/{config}.yaml"),
         "-j",
         "2",
         *arguments,
