@@ -33,7 +33,9 @@ from eyrie.shards import (
     Rows,
     ShardError,
     check_hidden,
+    read_records,
     read_rows,
+    token_hash,
 )
 from eyrie.teacher import Teacher
 from eyrie.verifier import VerifierConfig, load_verifier_config
@@ -99,12 +101,12 @@ class Talk:
 class Shard:
     """One hidden shard on its way: its prompts, what has come back, and what was written."""
 
-    def __init__(self, prompts: Rows, path: Path, number: int, layers: int, hidden: int):
+    def __init__(self, prompts: Rows, path: Path, number: int, layer_ids: list[int], hidden: int):
         self.prompts = prompts
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
         self.number = number
-        self.state_shape = (layers, hidden)
+        self.layer_ids, self.state_shape = layer_ids, (len(layer_ids), hidden)
         self.unanswered = set(range(len(prompts)))
         self.talks: dict[int, Talk] = {}
         # Of each row whose states were asked for, by the number given to the connector.
@@ -120,8 +122,6 @@ class Shard:
         return not self.unanswered and len(self.records()) == self.asked
 
     def records(self) -> list[dict]:
-        from eyrie.connector import read_records
-
         return read_records(str(self.partial))
 
     def finish(self, teacher: Teacher | None) -> dict:
@@ -130,8 +130,6 @@ class Shard:
         Raises:
             ShardError: states of other tokens, of another length, or not usable.
         """
-        from eyrie.connector import token_hash
-
         records = sorted(self.records(), key=lambda record: record["offset"])
         ids, masks, row_ids, end = [], [], [], 0
         for record in records:
@@ -150,8 +148,13 @@ class Shard:
             ids.append(tokens)
             masks.append(mask)
             row_ids.append(row_id)
-        counted = {"answers": self.answers, "cut_answers": self.cut_answers}
-        rows = Rows.pack(ids, masks, row_ids, {"fingerprint": self.path.stem, **counted})
+        metadata = {
+            "fingerprint": self.path.stem,
+            "layer_ids": self.layer_ids,
+            "answers": self.answers,
+            "cut_answers": self.cut_answers,
+        }
+        rows = Rows.pack(ids, masks, row_ids, metadata)
         HiddenShardWriter.finish(self.partial, rows, self.state_shape, STATES_DTYPE)
         report = {
             "layer_norms": [
@@ -379,9 +382,7 @@ def main() -> None:
                 print(f"extract: {stored[-1]} is made again, {fault}; the old one is {aside.name}")
             if not stored[-1].exists() and stored[-1] not in [s.path for s in missing]:
                 missing.append(
-                    Shard(
-                        read_rows(path), stored[-1], number, len(args.layer_ids), config.hidden_size
-                    )
+                    Shard(read_rows(path), stored[-1], number, args.layer_ids, config.hidden_size)
                 )
         made = len(missing)
         timings = {"load_seconds": 0.0, "engine_seconds": 0.0}

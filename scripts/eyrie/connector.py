@@ -17,15 +17,12 @@ When a row's states are written, one JSON line {row, offset, tokens, ids} goes t
 line works the same in process, from a worker process, and on rank 0 of a tensor-parallel group.
 """
 
-import contextlib
-import hashlib
 import json
 import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -33,11 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
-from eyrie.shards import STATES_DTYPE, HiddenShardWriter
-
-
-def token_hash(ids: list[int]) -> str:
-    return hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), digest_size=16).hexdigest()
+from eyrie.shards import STATES_DTYPE, HiddenShardWriter, token_hash
 
 
 @dataclass
@@ -164,10 +157,3 @@ class EyrieConnector(ExampleHiddenStatesConnector):
         slots = slots[: len(save.token_ids)].to(self._kv_cache.device)
         states = extract_from_kv_cache(self._kv_cache, slots, len(save.token_ids))
         return states.to(STATES_DTYPE).cpu()
-
-
-def read_records(shard: str) -> list[dict]:
-    """The rows written so far into `shard`, a path; a line still being written is left out."""
-    with contextlib.suppress(FileNotFoundError), open(shard + ".rows") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
-    return []

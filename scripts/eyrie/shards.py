@@ -13,6 +13,8 @@ shard is written by `HiddenShardWriter` while the engine runs, each state once; 
 last.
 """
 
+import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -26,7 +28,7 @@ from safetensors.torch import save_file
 
 from eyrie.files import atomic
 
-FORMAT = "eyrie-shard-1"
+FORMAT = "eyrie-shard-2"
 
 # Room for the header of a hidden shard, whose sizes are known only at the end. Five tensors
 # and their metadata take under 2 KiB.
@@ -44,6 +46,17 @@ SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
 }
+
+
+def token_hash(ids: list[int]) -> str:
+    return hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), digest_size=16).hexdigest()
+
+
+def read_records(shard: str) -> list[dict]:
+    """The rows written so far into `shard`, a path; a line still being written is left out."""
+    with contextlib.suppress(FileNotFoundError), open(shard + ".rows") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+    return []
 
 
 class ShardError(Exception):
