@@ -78,9 +78,10 @@ CASES = {
 
 
 def prompts() -> list[list[int]]:
-    """Rows of 2 to 310 tokens. Two pairs share 200 and 290 tokens; a cache block has 128."""
+    """Rows of 2 tokens to as many as fit. Two pairs share 200 and 290; a cache block has 128."""
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(3, 380, (n,), generator=generator) for n in (310, 2, 65, 220, 64, 17)]
+    lengths = (MAX_MODEL_LEN - NEW_TOKENS, 2, 65, 220, 64, 17)
+    rows = [torch.randint(3, 380, (n,), generator=generator) for n in lengths]
     rows.append(torch.cat([rows[0][:290], rows[4][:9]]))
     rows.append(torch.cat([rows[3][:200], rows[5]]))
     return [row.tolist() for row in rows]
@@ -191,10 +192,10 @@ def test_each_layer_is_the_verifiers(extracted, name):
     _, dtype, chunk, _, *limits = CASES[name]
     verifier, states, cached = extracted[name]
     rows = states.rows[0]
-    # The engine did what the case is about: the longest prompt takes five steps of 64 tokens, and
+    # The engine did what the case is about: the longest prompt takes six steps of 64 tokens, and
     # of each pair's second prompt the whole blocks that it shares came from the cache.
     assert cached == (256 + 128 if chunk == 64 else 0)
-    assert int(rows.loss_mask.sum()) > 60
+    assert len(rows) == len(prompts()) and int(rows.loss_mask.sum()) > 60
     for index, expected in enumerate(references(verifier, getattr(torch, dtype), states)):
         found = states.row(0, index)["hidden_states"]
         assert found.dtype == getattr(torch, dtype) and found.shape[1] == expected.shape[1] - 1
