@@ -7,7 +7,7 @@ import transformers
 from tiny_kimi import make_tiny_kimi
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from eyrie.verifier import ONE_PLUS_W, load_tensor, load_verifier_config
+from eyrie.verifier import ONE_PLUS_W, load_tensor, load_verifier_config, text_config
 
 
 def load(folder: Path, model_type: str, **config):
@@ -85,6 +85,15 @@ def test_caches_of_several_kinds_are_refused(tmp_path, model_type, config, found
 def test_another_final_norm_is_refused(tmp_path, model_type):
     with pytest.raises(ValueError, match=f"type {model_type}: its config has no rms_norm_eps"):
         load(tmp_path, model_type)
+
+
+def test_the_text_model_is_found_wherever_it_lies():
+    text = {"hidden_size": 64}
+    assert text_config(text) is text
+    assert text_config({"text_config": None, "llm_config": text}) is text
+    assert text_config({"thinker_config": {"text_config": text}, "vision_config": {}}) is text
+    with pytest.raises(ValueError, match=r"no hidden_size .* its keys are \['text_config'\]"):
+        text_config({"text_config": None})
 
 
 def test_a_config_without_a_text_model_is_refused(tmp_path):
