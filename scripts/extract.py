@@ -33,7 +33,6 @@ from eyrie.shards import (
     Rows,
     ShardError,
     check_hidden,
-    read_records,
     read_rows,
     token_hash,
 )
@@ -122,6 +121,8 @@ class Shard:
         return not self.unanswered and len(self.records()) == self.asked
 
     def records(self) -> list[dict]:
+        from eyrie.connector import read_records
+
         return read_records(str(self.partial))
 
     def finish(self, teacher: Teacher | None) -> dict:

@@ -17,6 +17,7 @@ When a row's states are written, one JSON line {row, offset, tokens, ids} goes t
 line works the same in process, from a worker process, and on rank 0 of a tensor-parallel group.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -157,3 +158,10 @@ class EyrieConnector(ExampleHiddenStatesConnector):
         slots = slots[: len(save.token_ids)].to(self._kv_cache.device)
         states = extract_from_kv_cache(self._kv_cache, slots, len(save.token_ids))
         return states.to(STATES_DTYPE).cpu()
+
+
+def read_records(shard: str) -> list[dict]:
+    """The rows written so far into `shard`, a path; a line still being written is left out."""
+    with contextlib.suppress(FileNotFoundError), open(shard + ".rows") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+    return []

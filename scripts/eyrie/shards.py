@@ -13,7 +13,6 @@ shard is written by `HiddenShardWriter` while the engine runs, each state once; 
 last.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -50,13 +49,6 @@ SAFETENSORS_DTYPES = {
 
 def token_hash(ids: list[int]) -> str:
     return hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), digest_size=16).hexdigest()
-
-
-def read_records(shard: str) -> list[dict]:
-    """The rows written so far into `shard`, a path; a line still being written is left out."""
-    with contextlib.suppress(FileNotFoundError), open(shard + ".rows") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
-    return []
 
 
 class ShardError(Exception):
