@@ -92,10 +92,10 @@ def read_counters(llm, draft_tokens: int) -> dict[str, int]:
 def measure(method: str, prompts: list[dict], args) -> dict:
     """Serve every prompt by one method. Returns its rows, each with its output tokens."""
     started = time.time()
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     args.dtype = engine.resolve_dtype(args.dtype)
-    llm = LLM(**engine.engine_arguments(args), **speculation(method, args), disable_log_stats=False)
+    llm = engine.load(args, **speculation(method, args), disable_log_stats=False)
     loaded = time.time()
     sampling = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens, detokenize=False)
     warm_up = SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, detokenize=False)

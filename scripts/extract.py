@@ -36,6 +36,7 @@ from eyrie.shards import (
     ShardError,
     check_hidden,
     read_rows,
+    token_hash,
 )
 from eyrie.teacher import SAMPLE, Teacher
 from eyrie.verifier import VerifierConfig, load_verifier_config
@@ -116,13 +117,19 @@ class Shard:
     """One hidden shard on its way: its prompts, what has come back, and what was written."""
 
     def __init__(
-        self, prompts: Rows, path: Path, number: int, layers: int, hidden: int, states: str
+        self,
+        prompts: Rows,
+        path: Path,
+        number: int,
+        layer_ids: list[int],
+        hidden: int,
+        states: str,
     ):
         self.prompts = prompts
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
         self.number = number
-        self.state_shape = (layers, hidden)
+        self.layer_ids, self.state_shape = layer_ids, (len(layer_ids), hidden)
         self.dtype = STATES_DTYPES[states]
         self.unanswered = set(range(len(prompts)))
         self.talks: dict[int, Talk] = {}
@@ -159,8 +166,6 @@ class Shard:
         Raises:
             ShardError: states of other tokens, of another length, or not usable.
         """
-        from eyrie.connector import token_hash
-
         records = sorted(self.records(), key=lambda record: record["offset"])
         ids, masks, row_ids, end = [], [], [], 0
         for record in records:
@@ -179,8 +184,13 @@ class Shard:
             ids.append(tokens)
             masks.append(mask)
             row_ids.append(row_id)
-        counted = {"answers": self.answers, "cut_answers": self.cut_answers}
-        rows = Rows.pack(ids, masks, row_ids, {"fingerprint": self.path.stem, **counted})
+        metadata = {
+            "fingerprint": self.path.stem,
+            "layer_ids": self.layer_ids,
+            "answers": self.answers,
+            "cut_answers": self.cut_answers,
+        }
+        rows = Rows.pack(ids, masks, row_ids, metadata)
         HiddenShardWriter.finish(self.partial, rows, self.state_shape, self.dtype)
         report = {
             "layer_norms": [
@@ -189,7 +199,7 @@ class Shard:
         }
         if greedy:
             report["given_back"] = round(teacher.check(self.partial, rows), 4)
-        else:
+        elif self.log_probs:
             places = {record["row"]: place for place, record in enumerate(records)}
             probes = {places[row]: probs for row, probs in self.log_probs.items()}
             report["log_prob_error"] = round(teacher.compare(self.partial, rows, probes), 4)
@@ -227,17 +237,15 @@ class Extraction:
     them: while the last rows of one finish, the first of the next are already running."""
 
     def __init__(self, args, missing: list[Shard], config: VerifierConfig):
-        from vllm import LLM
-
+        engine.require_states(args)
         self.args, self.missing = args, missing
         self.answering = args.answers == "verifier"
         # Several answers are read back from text, so a token may differ.
         turns = any(shard.prompts.turns for shard in missing)
         self.greedy = self.answering and not args.temperature and not turns
         self.teacher = Teacher(args.verifier, config)
-        self.llm = LLM(
-            **engine.engine_arguments(args),
-            **engine.extraction_arguments(args.layer_ids, args.gpus, args.states),
+        self.llm = engine.load(
+            args, **engine.extraction_arguments(args.layer_ids, args.gpus, args.states)
         )
         self.loaded = self.opened = time.time()
         self.running: dict[str, Request] = {}
@@ -556,7 +564,7 @@ def main() -> None:
                         prompts,
                         stored[-1],
                         number,
-                        len(args.layer_ids),
+                        args.layer_ids,
                         config.hidden_size,
                         args.states,
                     )

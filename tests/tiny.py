@@ -1,4 +1,4 @@
-"""Inputs for tests, made from nothing: a tiny Llama with random weights and its tokenizer,
+"""Inputs for tests, made from nothing: a tiny Llama or Qwen3 with random weights and its tokenizer,
 conversations, and benchmark prompts."""
 
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from templates import CHATML
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 TALE = "the owl sees a mouse run over grass and waits high on its branch until night falls"
 WORDS = TALE.split(" ")
@@ -135,11 +135,11 @@ def make_custom_tokenizer(folder: Path, template: str, words: tuple[str, ...]) -
     return folder
 
 
-def make_verifier(folder: Path, template: str | None = CHATML) -> Path:
-    """A 4-layer Llama, hidden 64, with untied head, whose layers change the state enough for a
-    wrong layer id to show."""
+def make_verifier(folder: Path, template: str | None = CHATML, config_class=LlamaConfig) -> Path:
+    """A 4-layer Llama or its like, hidden 64, with untied head, whose layers change the state
+    enough for a wrong layer id to show."""
     tokenizer = make_tokenizer(template)
-    config = LlamaConfig(
+    config = config_class(
         vocab_size=512,
         hidden_size=64,
         intermediate_size=128,
@@ -154,7 +154,7 @@ def make_verifier(folder: Path, template: str | None = CHATML) -> Path:
         initializer_range=0.125,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

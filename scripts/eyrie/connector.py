@@ -20,14 +20,12 @@ tensor-parallel group.
 """
 
 import contextlib
-import hashlib
 import json
 import threading
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -36,11 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.v1.request import RequestStatus
 
-from eyrie.shards import HiddenShardWriter, from_fp8, to_fp8
-
-
-def token_hash(ids: list[int]) -> str:
-    return hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), digest_size=16).hexdigest()
+from eyrie.shards import STATES_DTYPES, HiddenShardWriter, from_fp8, to_fp8, token_hash
 
 
 @dataclass
@@ -188,7 +182,7 @@ class EyrieConnector(ExampleHiddenStatesConnector):
         slots = slots[: len(save.token_ids)].to(self._kv_cache.device)
         states = extract_from_kv_cache(self._kv_cache, slots, len(save.token_ids))
         if not self._fp8:
-            return States(states.to(torch.bfloat16).cpu())
+            return States(states.to(STATES_DTYPES["bf16"]).cpu())
         stored, scales = to_fp8(states)
         lost = from_fp8(stored, scales) - states.float()
         squares = {"lost": lost.square(), "squares": states.float().square()}

@@ -32,6 +32,9 @@ def prepare(gpus: int, kv_cache_gib: float, in_process: bool) -> None:
         return
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
+    # vLLM's MLA on a CPU takes blocks of 16 and a draft's attention blocks of 32, so neither would
+    # serve with the other. Without MLA the same weights run as plain attention.
+    os.environ.setdefault("VLLM_MLA_DISABLE", "1")
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     # LD_PRELOAD is split at blanks and colons, so it cannot name a path that holds one.
     nameable = openmp.exists() and not set(" :") & set(str(openmp))
@@ -70,6 +73,8 @@ def engine_arguments(args) -> dict:
         # The engine is given tokens and asked for tokens.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
+        # Data and prompts are text: a vision tower would take memory for nothing.
+        "language_model_only": True,
     }
     if args.gpus:
         arguments["tensor_parallel_size"] = args.gpus
@@ -78,6 +83,17 @@ def engine_arguments(args) -> dict:
         # Compiling costs minutes and gains little on two cores.
         arguments["enforce_eager"] = True
     return arguments
+
+
+def load(args, **more):
+    """vLLM's LLM, of `engine_arguments` and `more`."""
+    from llvmlite.binding import ffi
+    from vllm import LLM
+
+    # In this process vLLM looks for kernels in every loaded module by vars(), which the library
+    # object of llvmlite, which numba loads, answers with a function unless it has one.
+    ffi.lib._fntab.setdefault("__dict__", {})
+    return LLM(**engine_arguments(args), **more)
 
 
 def extraction_arguments(layer_ids: list[int], gpus: int, states: str) -> dict:
@@ -106,6 +122,26 @@ def extraction_arguments(layer_ids: list[int], gpus: int, states: str) -> dict:
     if not gpus:
         arguments["scheduler_cls"] = "eyrie.scheduler.NoDraftScheduler"
     return arguments
+
+
+def require_states(args) -> None:
+    """Ask vLLM's model class whether it hands over the states of layers, before the load.
+
+    Raises:
+        ValueError: naming the model, if it does not.
+    """
+    from vllm import EngineArgs
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    config = EngineArgs(**engine_arguments(args)).create_model_config()
+    if not supports_eagle3(get_model_cls(config)):
+        raise ValueError(
+            f"verifier of type {config.hf_config.model_type}: vLLM's {config.architecture} does "
+            "not hand over the states of its layers (it lacks SupportsEagle3), so it can neither "
+            "be extracted from nor serve with a draft. Take a verifier of another family, Llama or "
+            "Qwen3 say, or a later vLLM"
+        )
 
 
 def add_arguments(parser) -> None:

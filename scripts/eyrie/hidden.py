@@ -44,6 +44,16 @@ class HiddenStates:
         self.rows = [read_rows(path) for path in paths]
         self.files: dict[int, object] = {}
 
+    def require_layers(self, layer_ids: list[int]) -> None:
+        """Raises ValueError where a shard holds the states of other layers than `layer_ids`."""
+        for path, rows in zip(self.paths, self.rows, strict=True):
+            held = rows.metadata["layer_ids"]
+            if held != layer_ids:
+                raise ValueError(
+                    f"{path}: holds the states of layers {held}, {layer_ids} are asked for; give "
+                    f"--layer-ids {' '.join(map(str, held[:-1]))}, or extract those"
+                )
+
     def row(self, shard: int, index: int) -> dict[str, torch.Tensor]:
         """input_ids int32 [n], loss_mask bool [n], hidden_states bf16 [n, n_aux + 1, H]."""
         if shard not in self.files:

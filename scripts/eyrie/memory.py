@@ -36,11 +36,14 @@ def extraction_memory(
     """weight_bytes: of the verifier's files; element_bytes: 2 for bfloat16, 4 for float32;
     layers: of which states are kept, the last included; gpus: 0 is a CPU."""
     text, devices = verifier.text, max(gpus, 1)
-    if text.get("kv_lora_rank"):
+    if text.get("kv_lora_rank") and gpus:
         per_layer = text["kv_lora_rank"] + text["qk_rope_head_dim"]
     else:
         heads = text.get("num_key_value_heads") or text["num_attention_heads"]
         width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+        if text.get("kv_lora_rank"):  # on a CPU MLA runs as plain attention
+            heads = text["num_attention_heads"]
+            width = text["qk_nope_head_dim"] + text["qk_rope_head_dim"]
         # Fewer heads than GPUs are held more than once.
         per_layer = 2 * width * -(-heads // devices)
     # A step holds some ten vectors of each token's width (residual, norms, attention, both halves

@@ -14,6 +14,7 @@ shard is written by `HiddenShardWriter` while the engine runs, each state once; 
 last.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -27,7 +28,7 @@ from safetensors.torch import save_file
 
 from eyrie.files import atomic
 
-FORMAT = "eyrie-shard-1"
+FORMAT = "eyrie-shard-2"
 
 # Room for the header of a hidden shard, whose sizes are known only at the end. Six tensors
 # and their metadata take under 2 KiB.
@@ -45,6 +46,10 @@ SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
 }
+
+
+def token_hash(ids: list[int]) -> str:
+    return hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), digest_size=16).hexdigest()
 
 
 class ShardError(Exception):
@@ -173,7 +178,7 @@ def from_fp8(states: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def read_states(file, start: int, end: int) -> torch.Tensor:
     """States bf16 [end - start, layers, hidden] of an open hidden shard, however stored."""
     states = file.get_slice("hidden_states")[start:end]
-    if states.dtype == torch.bfloat16:
+    if states.dtype != torch.float8_e4m3fn:
         return states
     return from_fp8(states, file.get_slice("state_scales")[start:end]).bfloat16()
 

@@ -8,6 +8,25 @@ from safetensors import safe_open
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
+# Text models whose final norm multiplies by 1 + w. Training and `Teacher` multiply by w.
+ONE_PLUS_W = {
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "minimax_m3_vl",
+    "nemotron",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "qwen4_exp",
+    "recurrent_gemma",
+    "step3p5",
+    "step3p7",
+    "vaultgemma",
+}
+# Keys of models with a recurrent state in some or all layers, some of which have no layer_types.
+RECURRENT = ("mamba_d_state", "ssm_state_size", "state_size")
+
 
 @dataclass
 class VerifierConfig:
@@ -52,12 +71,46 @@ def text_config(config: dict) -> dict:
     return config
 
 
+def refuse_unsupported(text: dict) -> None:
+    """Refuse what would be extracted or trained wrongly, from the text model's config alone.
+
+    Raises:
+        ValueError: naming the model type, what is not supported, and the way out.
+    """
+    kind = text["model_type"]
+    if kind.removesuffix("_text") in ONE_PLUS_W:
+        raise ValueError(
+            f"verifier of type {kind}: its final norm multiplies by 1 + w, and training computes "
+            "the verifier's answers with a norm that multiplies by w, so a draft would learn wrong "
+            "ones. Take a verifier of another family, Llama or Qwen3 say"
+        )
+    if "rms_norm_eps" not in text:
+        raise ValueError(
+            f"verifier of type {kind}: its config has no rms_norm_eps, and training computes the "
+            "verifier's answers with an RMS norm. Take a verifier of another family, Llama or "
+            "Qwen3 say"
+        )
+    layers = sorted(set(text.get("layer_types") or []))
+    recurrent = [key for key in RECURRENT if key in text]
+    if len(layers) > 1 or "linear_attention" in layers or recurrent:
+        raise ValueError(
+            f"verifier of type {kind}: its layers keep caches of several kinds "
+            f"({', '.join(layers or recurrent)}), and states are taken from vLLM's one cache of "
+            "full attention. Take a verifier with the same attention in every layer"
+        )
+
+
 def load_verifier_config(folder: Path, trust_remote_code: bool = False) -> VerifierConfig:
-    """Read a verifier's config. Raises ValueError where it is not one of a text model."""
+    """Read a verifier's config.
+
+    Raises:
+        ValueError: it is not one of a text model, or of one that is not supported.
+    """
     from transformers import AutoConfig
 
     loaded = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     text = text_config(loaded.to_dict())
+    refuse_unsupported(text)
     eos = text.get("eos_token_id")
     return VerifierConfig(
         hidden_size=text["hidden_size"],

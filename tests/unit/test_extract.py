@@ -1,12 +1,16 @@
+import json
 from types import SimpleNamespace
 
 import pytest
 import tiny
+import torch
 from templates import FAMILIES
 
-from extract import Talk, fingerprint, row_seed
+from extract import Shard, Talk, fingerprint, row_seed
+from eyrie import config
 from eyrie.chat import Chat
-from eyrie.config import Extract, Shard, Verifier
+from eyrie.hidden import HiddenStates
+from eyrie.shards import HiddenShardWriter, Rows, ShardError, token_hash
 
 
 def chat_of(name: str) -> Chat:
@@ -103,6 +107,53 @@ def test_seeds_are_of_the_row_and_the_turn():
     assert row_seed(b"x" * 16, 3, 0) == row_seed(b"x" * 16, 3, 0)
 
 
+def written_shard(folder) -> Shard:
+    """A shard of two prompts whose states have come back, the second row's first."""
+    prompts = Rows.pack([[5, 6, 7], [8, 9]], [[True] * 3, [True] * 2], [b"a" * 16, b"b" * 16], {})
+    shard = Shard(prompts, folder / "f00d.safetensors", 0, [1, 3, 4], 8, "bf16")
+    records = []
+    for row, start in ((1, 0), (0, 2)):
+        ids = prompts.row(row).tolist()
+        shard.rows[row] = (ids, [True] * len(ids), shard.row_id(row))
+        records.append({"row": row, "offset": start, "tokens": len(ids), "ids": token_hash(ids)})
+    HiddenShardWriter.write_states(shard.partial, 0, torch.randn(5, 3, 8).bfloat16())
+    write_records(shard, records)
+    return shard
+
+
+def write_records(shard: Shard, records: list[dict]) -> None:
+    path = shard.partial.with_name(shard.partial.name + ".rows")
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_a_shard_knows_its_layers(tmp_path):
+    shard = written_shard(tmp_path)
+    shard.finish(None, greedy=False)
+    states = HiddenStates([shard.path])
+    assert states.row(0, 0)["input_ids"].tolist() == [8, 9]
+    states.require_layers([1, 3, 4])
+    # As many, but others, would train without a complaint.
+    with pytest.raises(ValueError, match=r"holds the states of layers \[1, 3, 4\], \[2, 3, 4\]"):
+        states.require_layers([2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"ids": token_hash([8, 8])}, "row 1 got the states of other tokens"),
+        ({"tokens": 1}, r"other tokens than its own \(1 states for 2 tokens\)"),
+        ({"offset": 1}, "row 1 is at token 1, not 0"),
+    ],
+)
+def test_states_of_other_tokens_stop_the_shard(tmp_path, change, message):
+    shard = written_shard(tmp_path)
+    first, second = shard.records()
+    write_records(shard, [first | change, second])
+    with pytest.raises(ShardError, match=message):
+        shard.finish(None, greedy=False)
+    assert not shard.path.exists()
+
+
 # Where each key of the config that could change a state goes.
 IN_FINGERPRINT = {
     "layer_ids": [1, 2, 3],
@@ -129,7 +180,7 @@ CHANGE_NO_NUMBER = {
 
 
 def test_every_key_is_in_the_fingerprint_or_changes_no_number(tmp_path):
-    keys = {*Extract.model_fields, *Shard.model_fields, *Verifier.model_fields}
+    keys = {*config.Extract.model_fields, *config.Shard.model_fields, *config.Verifier.model_fields}
     known = {*IN_FINGERPRINT, *IN_FINGERPRINT_OF_SAMPLES, "temperature"}
     assert keys == known | IN_THE_TOKENS | IN_THE_VERIFIER | CHANGE_NO_NUMBER
     shard = tmp_path / "shard"

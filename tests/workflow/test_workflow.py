@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
+from transformers import GemmaConfig
 
 from eyrie.shards import read_rows
 
@@ -21,14 +22,16 @@ ROOT = Path(__file__).parents[2]
 REPORT = "results/tiny/report_tiny.html"
 
 
-def snakemake(cwd: Path, *arguments: str, ok: bool = True, repo: Path = ROOT) -> str:
-    """Run Snakemake on the tiny job in `cwd`; returns all that it printed."""
+def snakemake(
+    cwd: Path, *arguments: str, ok: bool = True, repo: Path = ROOT, config: str = "tiny"
+) -> str:
+    """Run Snakemake on a job of configs/ in `cwd`; returns all that it printed."""
     command = [
         str(Path(sys.executable).with_name("snakemake")),
         "-s",
         str(repo / "Snakefile"),
         "--configfile",
-        str(repo / "configs/tiny.yaml"),
+        str(repo / f"configs/{config}.yaml"),
         "-j",
         "2",
         *arguments,
@@ -359,6 +362,7 @@ def test_mistakes_are_told_before_anything_runs(job, arguments, message):
             "the config says 0000",
         ),
         ("verifier={source: 'path:inputs/bare'}", "no chat template"),
+        ("verifier={source: 'path:inputs/gemma'}", "type gemma: its final norm"),
         ("verifier={source: 'hf:someone/model@main'}", "Is there a network"),
         ("data={tiny: {conversations: 4000}}", "4,000 usable conversations asked for"),
     ],
@@ -366,6 +370,7 @@ def test_mistakes_are_told_before_anything_runs(job, arguments, message):
 def test_bad_input_stops_before_the_engine(inputs, tmp_path, config, message):
     tiny.make_inputs(tmp_path / "inputs")
     tiny.make_verifier(tmp_path / "inputs/bare", template=None)
+    tiny.make_verifier(tmp_path / "inputs/gemma", config_class=GemmaConfig)
     output = snakemake(tmp_path, REPORT, "--config", config, ok=False)
     assert message in output
     assert not list((tmp_path / "results").rglob("hidden*"))
