@@ -26,6 +26,6 @@ def test_comments_touches_and_docstrings_change_nothing(tmp_path):
 def test_an_edit_reaches_the_stages_that_use_it(tmp_path):
     assert edited(tmp_path, "train.py", "int(batch", "float(batch") == {"train"}
     assert edited(tmp_path, "eyrie/draft_model.py", "CHUNK = 1024", "CHUNK = 512") == {"train"}
-    assert edited(tmp_path, "eyrie/connector.py", "<< 28", "<< 20") == {"extract"}
+    assert edited(tmp_path, "eyrie/connector.py", "offset + tokens", "offset + 0") == {"extract"}
     users = edited(tmp_path, "eyrie/engine.py", "<< 28", "<< 20")
     assert {"extract", "bench"} <= users and "vocab" not in users
