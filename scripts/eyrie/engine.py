@@ -1,6 +1,7 @@
 """The engine's settings, the same for extraction and benchmark, on a GPU and on a CPU."""
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -93,6 +94,8 @@ def load(args, **more):
     # In this process vLLM looks for kernels in every loaded module by vars(), which the library
     # object of llvmlite, which numba loads, answers with a function unless it has one.
     ffi.lib._fntab.setdefault("__dict__", {})
+    # vLLM collects garbage ten times as it loads, half a second each among what imports have made.
+    gc.freeze()
     return LLM(**engine_arguments(args), **more)
 
 

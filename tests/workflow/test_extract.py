@@ -1,5 +1,6 @@
 """scripts/extract.py by hand, with the real engine on a tiny verifier."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -20,26 +21,6 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 LAYERS, HIDDEN = 4, 64
 
 
-@pytest.fixture(scope="module")
-def shards(inputs, tmp_path_factory):
-    """Folders of token shards: `verifier` prompts to answer, `talks` of several turns to answer,
-    `dataset` rows with answers of their own."""
-    folder = tmp_path_factory.mktemp("shards")
-    options = {
-        "verifier": ["--answers", "verifier"],
-        "talks": ["--answers", "verifier", "--max-turns", "0"],
-        "dataset": ["--answers", "dataset"],
-    }
-    for name, more in options.items():
-        command = [sys.executable, SCRIPTS / "shard.py", "--out", folder / name, *more]
-        command += ["--conversations", inputs / "conversations.jsonl"]
-        command += ["--tokenizer", inputs / "verifier", "--limit", "24", "--shard-size", "6"]
-        command += ["--max-length", "96", "--max-new-tokens", "16"]
-        subprocess.run([str(part) for part in command], check=True, capture_output=True)
-    write_json(folder / "identity.json", {"source": "path:here", "files": {}})
-    return folder
-
-
 def command(shards: Path, inputs: Path, name: str, folder: Path, *options) -> list[str]:
     tokens = sorted((shards / name / "shards").glob("*.safetensors"))
     parts = [SCRIPTS / "extract.py", "--shards", *tokens]
@@ -54,7 +35,7 @@ def command(shards: Path, inputs: Path, name: str, folder: Path, *options) -> li
 
 
 def run(command: list[str], output: Path, code: str) -> None:
-    """In a process of its own: extract.py with this command line, after `code`."""
+    """In a process of its own: a script with its options, after `code`."""
     script, *options = command
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -65,19 +46,20 @@ def run(command: list[str], output: Path, code: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def started():
-    """Start extract.py; every process is forked from one that has imported vLLM, which saves it
+def start():
+    """Start a script in a process that is forked from one that has imported vLLM, which saves it
     the seconds that the import takes."""
     before = dict(os.environ)
     os.environ["LD_PRELOAD"] = str(Path(sys.prefix) / "lib" / "libiomp5.so")
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm", "vllm.v1.worker.cpu_model_runner", "extract"])
+    preload = ["vllm", "vllm.v1.worker.cpu_worker", "vllm.v1.engine.llm_engine"]
+    preload += ["vllm.model_executor.models.llama", "vllm.v1.attention.backends.cpu_attn"]
+    context.set_forkserver_preload([*preload, "eyrie.connector", "extract", "shard"])
 
-    def start(*args, code: str = "") -> multiprocessing.Process:
-        folder = args[3]
+    def start(command: list[str], folder: Path, code: str = "") -> multiprocessing.Process:
         folder.mkdir(exist_ok=True)
-        process = context.Process(target=run, args=(command(*args), folder / "output", code))
+        process = context.Process(target=run, args=(command, folder / "output", code))
         process.start()
         return process
 
@@ -87,15 +69,51 @@ def started():
 
 
 @pytest.fixture(scope="module")
-def extract(started):
+def shards(start, inputs, tmp_path_factory):
+    """Folders of token shards: `verifier` prompts to answer, `talks` of several turns to answer,
+    `dataset` rows with answers of their own."""
+    folder = tmp_path_factory.mktemp("shards")
+    options = {
+        "verifier": ["--answers", "verifier"],
+        "talks": ["--answers", "verifier", "--max-turns", "0"],
+        "dataset": ["--answers", "dataset"],
+    }
+    for name, more in options.items():
+        command = [SCRIPTS / "shard.py", "--out", folder / name, *more]
+        command += ["--conversations", inputs / "conversations.jsonl"]
+        command += ["--tokenizer", inputs / "verifier", "--limit", "24", "--shard-size", "6"]
+        command += ["--max-length", "96", "--max-new-tokens", "16"]
+        process = start([str(part) for part in command], folder / name)
+        process.join()
+        assert process.exitcode == 0, (folder / name / "output").read_text()
+    write_json(folder / "identity.json", {"source": "path:here", "files": {}})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def extract(start, shards, inputs):
     """Run extract.py to its end: (exit code, output)."""
 
-    def run_to_end(*args, code: str = "") -> tuple[int, str]:
-        process = started(*args, code=code)
+    def run_to_end(name: str, folder: Path, *options, code: str = "") -> tuple[int, str]:
+        process = start(command(shards, inputs, name, folder, *options), folder, code)
         process.join()
-        return process.exitcode, (args[3] / "output").read_text()
+        return process.exitcode, (folder / "output").read_text()
 
     return run_to_end
+
+
+@pytest.fixture(scope="module")
+def whole(extract, tmp_path_factory):
+    """Extractions of each kind of shard that nothing disturbed, made when asked for."""
+
+    @functools.cache
+    def made(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        code, output = extract(name, folder)
+        assert code == 0, output
+        return folder
+
+    return made
 
 
 def log_of(folder: Path) -> list[dict]:
@@ -106,17 +124,17 @@ def log_of(folder: Path) -> list[dict]:
     "name, options",
     [("dataset", []), ("verifier", ["--temperature", 1.0, "--top-p", 0.9]), ("talks", [])],
 )
-def test_log_probabilities_of_other_than_greedy_answers(
-    extract, shards, inputs, tmp_path, name, options
-):
-    code, output = extract(shards, inputs, name, tmp_path, *options)
-    assert code == 0, output
-    errors = [line["log_prob_error"] for line in log_of(tmp_path)]
+def test_log_probabilities_of_other_than_greedy_answers(extract, whole, tmp_path, name, options):
+    folder = tmp_path if options else whole(name)
+    if options:
+        code, output = extract(name, folder, *options)
+        assert code == 0, output
+    errors = [line["log_prob_error"] for line in log_of(folder)]
     assert len(errors) == 4 and 0 < max(errors) < 0.05
 
 
-def test_fp8_takes_half_and_says_what_it_loses(extract, shards, inputs, tmp_path):
-    code, output = extract(shards, inputs, "verifier", tmp_path, "--states", "fp8")
+def test_fp8_takes_half_and_says_what_it_loses(extract, tmp_path):
+    code, output = extract("verifier", tmp_path, "--states", "fp8")
     assert code == 0, output
     for line in log_of(tmp_path):
         assert line["given_back"] > 0.9
@@ -144,72 +162,62 @@ CPUModelRunner.execute_model = fail_when_large
 
 
 @pytest.mark.parametrize("name", ["dataset", "verifier", "talks"])
-def test_out_of_memory_halves_the_bounds_and_loses_nothing(extract, shards, inputs, tmp_path, name):
-    whole, halved = tmp_path / "whole", tmp_path / "halved"
-    assert extract(shards, inputs, name, whole)[0] == 0
-    code, output = extract(shards, inputs, name, halved, code=OUT_OF_MEMORY)
+def test_out_of_memory_halves_the_bounds_and_loses_nothing(extract, whole, tmp_path, name):
+    code, output = extract(name, tmp_path, code=OUT_OF_MEMORY)
     assert code == 0, output
     assert "out of memory; goes on with max_num_seqs 4" in output
-    halvings = json.loads((halved / "hidden.json").read_text())["halvings"]
+    halvings = json.loads((tmp_path / "hidden.json").read_text())["halvings"]
     assert len(halvings) >= 2 and halvings[0]["max_num_batched_tokens"] == 128
-    for path in sorted((whole / "hidden").iterdir()):
-        rows, again = read_rows(path), read_rows(halved / "hidden" / path.name)
-        tokens = {
-            r.row_ids[i].numpy().tobytes(): r.row(i).tolist()
-            for r in (rows,)
-            for i in range(len(r))
-        }
-        assert len(again) == len(rows)
-        for i in range(len(again)):
-            assert again.row(i).tolist() == tokens[again.row_ids[i].numpy().tobytes()]
+
+    def tokens(path: Path) -> dict[bytes, list[int]]:
+        rows = read_rows(path)
+        return {rows.row_ids[i].numpy().tobytes(): rows.row(i).tolist() for i in range(len(rows))}
+
+    for path in sorted((whole(name) / "hidden").iterdir()):
+        assert tokens(tmp_path / "hidden" / path.name) == tokens(path)
 
 
-def test_a_bound_that_cannot_work_is_refused_with_the_arithmetic(extract, shards, inputs, tmp_path):
-    code, output = extract(shards, inputs, "dataset", tmp_path, "--kv-cache-gib", 0)
+def test_a_bound_that_cannot_work_is_refused_with_the_arithmetic(extract, tmp_path):
+    code, output = extract("dataset", tmp_path, "--kv-cache-gib", 0)
     assert code == 1
     # 2 x 2 heads x 32 x 4 layers of keys and values, 4 x 64 of states, in float32
     assert "2,048 bytes of keys and values and 1,024 of states a token), the cache has 0" in output
     assert not list((tmp_path / "store").iterdir())
 
 
-def test_a_row_as_long_as_the_engines_context_is_named(extract, shards, inputs, tmp_path):
+def test_a_row_as_long_as_the_engines_context_is_named(extract, shards, tmp_path):
     longest = max(read_rows(shards / "dataset/shards/00000.safetensors").lengths)
     options = ("--max-model-len", longest)
-    code, output = extract(shards, inputs, "dataset", tmp_path, *options)
+    code, output = extract("dataset", tmp_path, *options)
     assert code == 1
     assert f"has {longest} tokens, the engine takes {longest - 1}" in output
     assert f"raise extract.max_model_len to {longest + 1}" in output
 
 
-def test_nothing_missing_loads_no_engine(shards, inputs, tmp_path):
+def test_nothing_missing_loads_no_engine(whole, shards, inputs):
     """In a process that has not imported vLLM before."""
-    script, *options = command(shards, inputs, "dataset", tmp_path)
+    folder = whole("dataset")
+    before = {path: path.stat().st_mtime_ns for path in (folder / "store").iterdir()}
+    script, *options = command(shards, inputs, "dataset", folder)
     code = f"import runpy, sys; sys.path.insert(0, {str(SCRIPTS)!r}); sys.argv = sys.argv[1:]\n"
     code += f"runpy.run_path({script!r}, run_name='__main__')\n"
     code += "print('vllm imported:', 'vllm' in sys.modules)"
-    start = [sys.executable, "-c", code, script, *options]
-    environment = os.environ | {"LD_PRELOAD": str(Path(sys.prefix) / "lib" / "libiomp5.so")}
-    found = [
-        subprocess.run(start, capture_output=True, text=True, env=environment) for _ in range(2)
-    ]
-    assert "vllm imported: True" in found[0].stdout, found[0].stderr
-    assert "4 shards, 4 in the store, 0 to make" in found[1].stdout
-    assert "vllm imported: False" in found[1].stdout, found[1].stderr
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").iterdir()}
-    assert len(made) == 8
+    again = [sys.executable, "-c", code, script, *options]
+    done = subprocess.run(again, capture_output=True, text=True)
+    assert "4 shards, 4 in the store, 0 to make" in done.stdout, done.stderr
+    assert "vllm imported: False" in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in (folder / "store").iterdir()} == before
 
 
 def test_killed_twenty_times_it_ends_with_the_same_bytes(
-    started, extract, shards, inputs, tmp_path
+    start, extract, whole, shards, inputs, tmp_path
 ):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    code, output = extract(shards, inputs, "dataset", whole)
-    assert code == 0, output
-    seconds = json.loads((whole / "hidden.json").read_text())["seconds"]
+    undisturbed = whole("dataset")
+    seconds = json.loads((undisturbed / "hidden.json").read_text())["seconds"]
     chance = random.Random(0)
-    kills = finished = 0
+    kills = 0
     while kills < 20:
-        process = started(shards, inputs, "dataset", killed)
+        process = start(command(shards, inputs, "dataset", tmp_path), tmp_path)
         process.join(chance.uniform(0, 1.2 * seconds))
         if process.exitcode is None:
             os.kill(process.pid, chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
@@ -217,17 +225,15 @@ def test_killed_twenty_times_it_ends_with_the_same_bytes(
             kills += 1
         else:
             # All is there: the next run finds one missing, and one damaged in a way of disks.
-            assert process.exitcode == 0, (killed / "output").read_text()
-            finished += 1
-            stored = sorted((killed / "store").glob("*.safetensors"))
+            assert process.exitcode == 0, (tmp_path / "output").read_text()
+            stored = sorted((tmp_path / "store").glob("*.safetensors"))
             gone, damaged = chance.sample(stored, 2)
             gone.unlink()
             with open(damaged, "r+b") as file:
                 file.truncate(chance.choice([0, 1000, damaged.stat().st_size - 1]))
-    assert finished
-    code, output = extract(shards, inputs, "dataset", killed)
+    code, output = extract("dataset", tmp_path)
     assert code == 0, output
-    for path in (whole / "hidden").iterdir():
-        assert (killed / "hidden" / path.name).read_bytes() == path.read_bytes()
-    left = {path.suffix for path in (killed / "store").iterdir()}
+    for path in (undisturbed / "hidden").iterdir():
+        assert (tmp_path / "hidden" / path.name).read_bytes() == path.read_bytes()
+    left = {path.suffix for path in (tmp_path / "store").iterdir()}
     assert left <= {".safetensors", ".json", ".damaged"}
