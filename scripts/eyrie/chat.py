@@ -150,9 +150,11 @@ class Chat:
         return self.tokenizer(text, add_special_tokens=False, **options).input_ids
 
     def identity(self) -> str:
-        """A hash of all that turns messages into ids: vocabulary, template and its options."""
-        vocabulary = sorted(self.tokenizer.get_vocab().items())
-        text = json.dumps([vocabulary, self.tokenizer.chat_template, self.settings()])
+        """A hash of all that turns messages into ids: tokenizer, template and its options."""
+        tokens = sorted(self.tokenizer.get_vocab().items())
+        if self.tokenizer.is_fast:  # merges and normalizer, too
+            tokens = self.tokenizer.backend_tokenizer.to_str()
+        text = json.dumps([tokens, self.tokenizer.chat_template, self.settings()])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def settings(self) -> dict:

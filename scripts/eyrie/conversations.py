@@ -104,7 +104,10 @@ def call_of(call, number: int) -> dict:
     if not isinstance(call, dict):
         raise Reject("tool call is not an object")
     function = call.get("function") if isinstance(call.get("function"), dict) else call
-    name, arguments = function.get("name"), parsed(function.get("arguments"), "tool arguments")
+    name, arguments = (
+        function.get("name"),
+        parsed(function.get("arguments") or None, "tool arguments"),
+    )
     if not isinstance(name, str) or not name:
         raise Reject("tool call without a name")
     if not isinstance(arguments, dict | None):
@@ -172,7 +175,7 @@ def turns_of(row: dict) -> list:
     def turns(value, role: str) -> list:
         return value if isinstance(value, list) else [{"role": role, "content": value}]
 
-    listed = row.get("conversations") or row.get("messages")
+    listed = parsed(row.get("conversations") or row.get("messages"), "turns")
     answer = next((row[key] for key in ANSWERS if row.get(key) is not None), None)
     if listed is not None:
         found = list(listed) if isinstance(listed, list) else []

@@ -123,7 +123,9 @@ def extraction_arguments(layer_ids: list[int], gpus: int, states: str) -> dict:
         "async_scheduling": False,
     }
     if not gpus:
-        arguments["scheduler_cls"] = "eyrie.scheduler.NoDraftScheduler"
+        from eyrie.scheduler import NoDraftScheduler
+
+        arguments["scheduler_cls"] = NoDraftScheduler
     return arguments
 
 

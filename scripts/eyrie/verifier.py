@@ -26,6 +26,8 @@ ONE_PLUS_W = {
 }
 # Keys of models with a recurrent state in some or all layers, some of which have no layer_types.
 RECURRENT = ("mamba_d_state", "ssm_state_size", "state_size")
+# Keys of models that do more to the head's logits than the head does, where they are set.
+SCALED = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
 
 @dataclass
@@ -89,6 +91,13 @@ def refuse_unsupported(text: dict) -> None:
             f"verifier of type {kind}: its config has no rms_norm_eps, and training computes the "
             "verifier's answers with an RMS norm. Take a verifier of another family, Llama or "
             "Qwen3 say"
+        )
+    scaled = [key for key in SCALED if text.get(key) not in (None, 1)]
+    if scaled:
+        raise ValueError(
+            f"verifier of type {kind}: it scales its head's logits ({', '.join(scaled)}), and "
+            "training takes them as the head gives them, so a draft would learn other "
+            "probabilities. Take a verifier of another family, Llama or Qwen3 say"
         )
     layers = sorted(set(text.get("layer_types") or []))
     recurrent = [key for key in RECURRENT if key in text]

@@ -143,6 +143,18 @@ def test_tool_results_find_their_calls():
     assert conversation.tools == [{"name": "a"}, {"name": "b"}]
 
 
+def test_turns_as_json_text():
+    rows = [{"messages": PAIR}, {"messages": json.dumps(PAIR)}]
+    assert read_conversation(rows[0]).id == read_conversation(rows[1]).id
+
+
+def test_a_call_without_arguments():
+    (made,) = read_conversation(call(function={"name": "now", "arguments": ""})).messages[1][
+        "tool_calls"
+    ]
+    assert made["function"] == {"name": "now", "arguments": {}}
+
+
 @pytest.mark.parametrize("where", ["row", "turn"])
 def test_cut_answers_are_marked(where):
     row = {"messages": [PAIR[0], dict(PAIR[1])]}
@@ -186,7 +198,8 @@ OK = {"from": "human", "value": "hi"}
         ([], "not an object"),
         ({}, "no turns"),
         ({"conversations": []}, "no turns"),
-        ({"conversations": "hi"}, "no turns"),
+        ({"conversations": "hi"}, "turns are not JSON"),
+        ({"conversations": "7"}, "no turns"),
         ({"messages": [{"role": "system", "content": ""}]}, "no turns"),
         ({"text": "### User: hi"}, "rendered text in place of turns"),
         ({"conversations": ["hi"]}, "turn is not an object"),

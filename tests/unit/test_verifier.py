@@ -87,6 +87,12 @@ def test_another_final_norm_is_refused(tmp_path, model_type):
         load(tmp_path, model_type)
 
 
+def test_scaled_logits_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"type granite: it scales .* \(logits_scaling\)"):
+        load(tmp_path, "granite", logits_scaling=8.0)
+    assert load(tmp_path, "granite", logits_scaling=1.0).hidden_size
+
+
 def test_the_text_model_is_found_wherever_it_lies():
     text = {"hidden_size": 64}
     assert text_config(text) is text
