@@ -218,7 +218,7 @@ def test_killed_twenty_times_it_ends_with_the_same_bytes(
     kills = 0
     while kills < 20:
         process = start(command(shards, inputs, "dataset", tmp_path), tmp_path)
-        process.join(chance.uniform(0, 1.2 * seconds))
+        process.join(chance.uniform(0, 1.1 * seconds))
         if process.exitcode is None:
             os.kill(process.pid, chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
             process.join()

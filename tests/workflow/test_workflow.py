@@ -377,29 +377,11 @@ def test_bad_input_stops_before_the_engine(inputs, tmp_path, config, message):
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize(
-    "config, target",
-    [
-        ("config.yaml", "results/ckpt_1k"),
-        ("config.yaml", "results/ckpt_10"),
-        ("config.yaml", "results/report_10k.html"),
-        ("configs/kimi_k25.yaml", "results/kimi_k25/ckpt_1k"),
-    ],
-)
-def test_dry_runs_need_nothing_but_the_config(tmp_path, config, target):
+@pytest.mark.parametrize("target", ["results/ckpt_10", "results/report_10k.html"])
+def test_dry_runs_need_nothing_but_the_config(tmp_path, target):
+    snakemake = Path(sys.executable).with_name("snakemake")
     done = subprocess.run(
-        [
-            str(Path(sys.executable).with_name("snakemake")),
-            "-n",
-            "-j",
-            "8",
-            "-s",
-            str(ROOT / "Snakefile"),
-            "--configfile",
-            str(ROOT / config),
-            "--",
-            target,
-        ],
+        [snakemake, "-n", "-j", "8", "-s", ROOT / "Snakefile", target],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -407,8 +389,6 @@ def test_dry_runs_need_nothing_but_the_config(tmp_path, config, target):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"train", "vocab", "fetch_verifier"} <= jobs_of(done.stdout + done.stderr)
-    if "kimi" in config:
-        assert "gpu=8" in done.stdout + done.stderr
 
 
 def readme_dry_runs() -> list[str]:
@@ -427,4 +407,6 @@ def test_dry_runs_that_the_readme_names_run(tmp_path, command):
         [snakemake, *options], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "train" in jobs_of(done.stdout + done.stderr)
+    assert {"train", "vocab", "fetch_verifier"} <= jobs_of(done.stdout + done.stderr)
+    if "kimi" in command:
+        assert "gpu=8" in done.stdout + done.stderr
