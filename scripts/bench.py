@@ -181,7 +181,7 @@ def run_methods(prompts: list[dict], args) -> dict[str, dict]:
     They are forked from a server that has imported vLLM and done nothing else.
     """
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["vllm"])
+    processes.set_forkserver_preload(engine.PRELOAD)
     measured = {}
     for method in METHODS:
         out = args.summary.with_name(f"{args.summary.name}.{method}.partial")

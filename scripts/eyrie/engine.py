@@ -9,6 +9,9 @@ from pathlib import Path
 
 # 256 MiB of states may wait for the disk before the engine does.
 QUEUE_BYTES = 1 << 28
+# What an engine imports as it loads, for processes that are forked from one that has it. None of
+# them touches a GPU.
+PRELOAD = ["vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_model_runner"]
 
 
 def prepare(gpus: int, kv_cache_gib: float, in_process: bool) -> None:

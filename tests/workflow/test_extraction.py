@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from eyrie import engine
 from eyrie.files import write_json
 from eyrie.shards import read_rows
 
@@ -53,9 +54,9 @@ def start():
     os.environ["LD_PRELOAD"] = str(Path(sys.prefix) / "lib" / "libiomp5.so")
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     context = multiprocessing.get_context("forkserver")
-    preload = ["vllm", "vllm.v1.worker.cpu_worker", "vllm.v1.engine.llm_engine"]
-    preload += ["vllm.model_executor.models.llama", "vllm.v1.attention.backends.cpu_attn"]
-    context.set_forkserver_preload([*preload, "eyrie.connector", "extract", "shard"])
+    preload = ["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"]
+    preload += ["eyrie.connector", "extract", "shard"]
+    context.set_forkserver_preload([*engine.PRELOAD, *preload])
 
     def start(command: list[str], folder: Path, code: str = "") -> multiprocessing.Process:
         folder.mkdir(exist_ok=True)
