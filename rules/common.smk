@@ -15,7 +15,7 @@ from snakemake.resources import Resource
 from eyrie import provenance
 from eyrie.config import ConfigError, load_config
 from eyrie.files import sha256_file
-from eyrie.verifier import text_config
+from eyrie.verifier import read_text_config
 
 try:
     C = load_config(config)
@@ -78,7 +78,7 @@ def states_mb(data):
     # Until the verifier is there, the draft's heads tell its size closely enough for a plan.
     hidden = C.draft.num_attention_heads * C.draft.head_dim
     if known:
-        hidden = text_config(json.loads(known[0].read_text()))["hidden_size"]
+        hidden = read_text_config(known[0].parent)["hidden_size"]
     tokens = C.data[data].conversations * C.shard.max_length
     element = {"bf16": 2, "fp8": 1}[C.extract.states]
     return tokens * (len(C.extract.layer_ids) + 1) * hidden * element // 10**6

@@ -39,7 +39,12 @@ from eyrie.shards import (
     token_hash,
 )
 from eyrie.teacher import SAMPLE, Teacher
-from eyrie.verifier import VerifierConfig, load_verifier_config
+from eyrie.verifier import (
+    VerifierConfig,
+    extraction_ids,
+    load_verifier_config,
+    read_text_config,
+)
 
 
 def fingerprint(token_shard: Path, verifier: str, args) -> str:
@@ -544,8 +549,10 @@ def main() -> None:
 
     started = time.time()
     try:
-        config = load_verifier_config(args.verifier, args.trust_remote_code)
-        args.layer_ids = config.extraction_ids(args.layer_ids)
+        text = read_text_config(args.verifier)
+        if "num_hidden_layers" not in text:
+            text = load_verifier_config(args.verifier, args.trust_remote_code).text
+        args.layer_ids = extraction_ids(args.layer_ids, text["num_hidden_layers"])
         # The folder's own record of how long it took to fetch decides no number.
         identity = json.loads(args.identity.read_text())
         identity = json.dumps([identity["source"], identity["files"]])
@@ -565,7 +572,7 @@ def main() -> None:
                         stored[-1],
                         number,
                         args.layer_ids,
-                        config.hidden_size,
+                        text["hidden_size"],
                         args.states,
                     )
                 )
@@ -573,6 +580,7 @@ def main() -> None:
         timings = {"load_seconds": 0.0, "engine_seconds": 0.0, "halvings": []}
         print(f"extract: {len(stored)} shards, {len(stored) - made} in the store, {made} to make")
         if missing:
+            config = load_verifier_config(args.verifier, args.trust_remote_code)
             store.require_space(args.store, bytes_at_most(args, missing))
             _lock = hold_gpus(args.gpus)
             fit = rows_at_once(args, missing, config)
@@ -599,7 +607,7 @@ def main() -> None:
             "states": args.states,
             **checks([store.read_seal(path) for path in stored]),
             "layer_ids": args.layer_ids,
-            "hidden_size": config.hidden_size,
+            "hidden_size": text["hidden_size"],
             "seconds": round(time.time() - started, 2),
             "peak_rss_bytes": peak_rss_bytes(),
             **timings,

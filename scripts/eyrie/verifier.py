@@ -44,20 +44,31 @@ class VerifierConfig:
     text: dict
 
     def extraction_ids(self, layer_ids: list[int]) -> list[int]:
-        """The aux layer ids and, last, the id of the state before the final norm.
+        """As the function of this name."""
+        return extraction_ids(layer_ids, self.num_hidden_layers)
 
-        Raises:
-            ValueError: ids that do not ascend or are not the verifier's. vLLM would sort and
-                merge them in silence.
-        """
-        last = self.num_hidden_layers
-        if layer_ids != sorted(set(layer_ids)) or not 0 < layer_ids[0] <= layer_ids[-1] < last:
-            raise ValueError(
-                f"layer_ids {layer_ids}: give ascending ids between 1 and {last - 1} (the verifier "
-                f"has {last} layers; id k is the state that enters layer k). vLLM's default would "
-                f"be {[2, last // 2, last - 3]}"
-            )
-        return [*layer_ids, last]
+
+def extraction_ids(layer_ids: list[int], last: int) -> list[int]:
+    """The aux layer ids and, last, the id of the state before the final norm, which is the number
+    of layers.
+
+    Raises:
+        ValueError: ids that do not ascend or are not the verifier's. vLLM would sort and merge
+            them in silence.
+    """
+    if layer_ids != sorted(set(layer_ids)) or not 0 < layer_ids[0] <= layer_ids[-1] < last:
+        raise ValueError(
+            f"layer_ids {layer_ids}: give ascending ids between 1 and {last - 1} (the verifier "
+            f"has {last} layers; id k is the state that enters layer k). vLLM's default would "
+            f"be {[2, last // 2, last - 3]}"
+        )
+    return [*layer_ids, last]
+
+
+def read_text_config(folder: Path) -> dict:
+    """The text model's config as it is in config.json, without the import of transformers, which
+    takes seconds. Keys that are not written there are missing."""
+    return text_config(json.loads((folder / "config.json").read_text()))
 
 
 def text_config(config: dict) -> dict:
