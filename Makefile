@@ -48,7 +48,7 @@ test: $(INSTALLED)
 	.venv/bin/ruff format --check
 	$(IN_VENV) .venv/bin/snakefmt --check Snakefile rules
 	.venv/bin/snakemake --lint
-	$(IN_VENV) .venv/bin/pytest tests
+	$(IN_VENV) .venv/bin/pytest -n 2 --dist loadfile tests
 
 # A .venv of the other ENV, or one only half made, is made anew. torch+cpu is not on PyPI.
 $(INSTALLED):

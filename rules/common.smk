@@ -37,7 +37,7 @@ ENV = "../envs/cuda.yaml" if C.extract.gpus or C.train.gpus else "../envs/cpu.ya
 # one, Snakemake ignores the resource and two GPU jobs overlap. A cluster has its own queue.
 if "gpu" not in workflow.global_resources and not workflow.remote_exec:
     workflow.global_resources["gpu"] = Resource(
-        "gpu", max(C.extract.gpus, C.train.gpus, C.bench.gpus, 1)
+        "gpu", max(C.extract.gpus, C.bench.gpus, 1, *(r.train.gpus for r in C.runs.values()))
     )
 
 
@@ -63,6 +63,11 @@ def data_of(wildcards):
             "Ask for one of these, or add it under `runs:`"
         )
     return C.runs[wildcards.run].data
+
+
+def of_run(block, key):
+    """The value of a key of vocab, draft or train, for the run that a job is of."""
+    return lambda wildcards: getattr(getattr(C.runs[wildcards.run], block), key)
 
 
 def hidden_of(wildcards):

@@ -1,3 +1,10 @@
+def launch(wildcards):
+    """More than one GPU takes a process for each."""
+    gpus = C.runs[wildcards.run].train.gpus
+    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    return processes if gpus > 1 else []
+
+
 rule train:
     input:
         hidden=hidden_of,
@@ -12,45 +19,50 @@ rule train:
         ENV
     threads: workflow.cores
     resources:
-        gpu=C.train.gpus,
-        runtime=C.train.runtime,
-        checkpoint_every=C.train.checkpoint_every,
+        gpu=of_run("train", "gpus"),
+        runtime=of_run("train", "runtime"),
+        checkpoint_every=of_run("train", "checkpoint_every"),
+        keep=of_run("train", "keep"),
     params:
         state=lambda wildcards: f"{R}/.state/train/{wildcards.run}",
+        tensorboard=lambda wildcards: f"{R}/logs/tensorboard/{wildcards.run}",
         layer_ids=C.extract.layer_ids,
-        num_hidden_layers=C.draft.num_hidden_layers,
-        num_attention_heads=C.draft.num_attention_heads,
-        num_key_value_heads=C.draft.num_key_value_heads,
-        head_dim=C.draft.head_dim,
-        intermediate_size=C.draft.intermediate_size,
-        rope_theta=C.draft.rope_theta,
-        max_position_embeddings=C.draft.max_position_embeddings,
-        rms_norm_eps=C.draft.rms_norm_eps,
-        norms=[
-            *flag("norm-before-residual", C.draft.norm_before_residual),
-            *flag("norm-before-fc", C.draft.norm_before_fc),
-            *flag("norm-output", C.draft.norm_output),
+        num_hidden_layers=of_run("draft", "num_hidden_layers"),
+        num_attention_heads=of_run("draft", "num_attention_heads"),
+        num_key_value_heads=of_run("draft", "num_key_value_heads"),
+        head_dim=of_run("draft", "head_dim"),
+        intermediate_size=of_run("draft", "intermediate_size"),
+        rope_theta=of_run("draft", "rope_theta"),
+        max_position_embeddings=of_run("draft", "max_position_embeddings"),
+        rms_norm_eps=of_run("draft", "rms_norm_eps"),
+        norms=lambda wildcards: [
+            *flag("norm-before-residual", C.runs[wildcards.run].draft.norm_before_residual),
+            *flag("norm-before-fc", C.runs[wildcards.run].draft.norm_before_fc),
+            *flag("norm-output", C.runs[wildcards.run].draft.norm_output),
         ],
-        dtype=C.train.dtype,
-        held_out=C.train.held_out,
-        epochs=C.train.epochs,
-        total_seq_len=C.train.total_seq_len,
-        optimizer=C.train.optimizer,
-        lr=C.train.lr,
-        muon_lr=C.train.muon_lr,
-        weight_decay=C.train.weight_decay,
-        scheduler=C.train.scheduler,
-        warmup_ratio=C.train.warmup_ratio,
-        ttt_steps=C.train.ttt_steps,
-        ttt_decay=C.train.ttt_decay,
-        ttt_warmup_epochs=C.train.ttt_warmup_epochs,
-        noise=C.train.noise,
-        seed=C.train.seed,
+        dtype=of_run("train", "dtype"),
+        held_out=of_run("train", "held_out"),
+        epochs=of_run("train", "epochs"),
+        total_seq_len=of_run("train", "total_seq_len"),
+        optimizer=of_run("train", "optimizer"),
+        lr=of_run("train", "lr"),
+        muon_lr=of_run("train", "muon_lr"),
+        weight_decay=of_run("train", "weight_decay"),
+        scheduler=of_run("train", "scheduler"),
+        warmup_ratio=of_run("train", "warmup_ratio"),
+        ttt_steps=of_run("train", "ttt_steps"),
+        ttt_decay=of_run("train", "ttt_decay"),
+        ttt_warmup_epochs=of_run("train", "ttt_warmup_epochs"),
+        noise=of_run("train", "noise"),
+        seed=of_run("train", "seed"),
+        gradient_accumulation=of_run("train", "gradient_accumulation"),
+        patience=of_run("train", "patience"),
+        launch=launch,
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         code=code_hash("train"),
     shell:
         """
-        python "$SCRIPTS/train.py" \
+        python {params.launch} "$SCRIPTS/train.py" \
             --hidden {input.hidden:q} \
             --vocab {input.vocab:q} \
             --verifier {input.verifier:q} \
@@ -85,5 +97,9 @@ rule train:
             --noise {params.noise} \
             --seed {params.seed} \
             --gpus {resources.gpu} \
-            --checkpoint-every {resources.checkpoint_every}
+            --gradient-accumulation {params.gradient_accumulation} \
+            --patience {params.patience} \
+            --checkpoint-every {resources.checkpoint_every} \
+            --keep {resources.keep} \
+            --tensorboard {params.tensorboard:q}
         """

@@ -12,9 +12,9 @@ rule vocab:
     resources:
         runtime=20,
     params:
-        size=C.vocab.draft_vocab_size,
-        min_coverage=C.vocab.min_coverage,
-        held_out=C.train.held_out,
+        size=of_run("vocab", "draft_vocab_size"),
+        min_coverage=of_run("vocab", "min_coverage"),
+        held_out=of_run("train", "held_out"),
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         code=code_hash("vocab"),
     shell:

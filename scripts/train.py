@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from dataclasses import asdict, fields
@@ -18,296 +19,19 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from speculators.models.eagle3.data import shift_batch
-from speculators.train.data import BaseDataset, CollateFn
-from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
-from speculators.train.optimizers import build_optimizers
-from speculators.train.trainer import Trainer, TrainerConfig
-from torch.utils.data import DataLoader
-from tqdm import tqdm
-from transformers import get_scheduler
+from safetensors.torch import load_file
+from speculators.train.trainer import TrainerConfig
 
+from eyrie.batches import HiddenRows, make_loader
 from eyrie.draft import DraftShape, build_model, flat_config, flat_tensors, write_flat
 from eyrie.engine import resolve_dtype
-from eyrie.files import atomic, link_or_copy, log_line, sha256_file, write_json
+from eyrie.files import link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.hidden import HiddenStates, split
-from eyrie.muon import Float32Muon
 from eyrie.provenance import peak_rss_bytes, versions
 from eyrie.shards import ShardError
+from eyrie.trainer import DraftTrainer, Interrupted, join_processes
 from eyrie.verifier import load_verifier_config
-
-
-class HiddenRows(BaseDataset):
-    """speculators' dataset over rows of hidden shards; a row's states are read when asked for.
-
-    While `supervise_all`, every token is a target, the prompts' too: what the verifier would
-    write after any of them is known as well as after its own.
-    """
-
-    supervise_all = False
-
-    def __init__(self, states: HiddenStates, rows: list[tuple[int, int]], max_len: int):
-        self.states, self.row_list = states, rows
-        super().__init__(max_len)
-
-    def __len__(self) -> int:
-        return len(self.row_list)
-
-    def _compute_approx_lengths(self) -> list[int]:
-        # shift_batch drops one token of each row.
-        return [self.states.rows[shard].lengths[index] - 1 for shard, index in self.row_list]
-
-    def _get_raw_data(self, index: int) -> dict[str, torch.Tensor]:
-        row = self.states.row(*self.row_list[index])
-        states = row["hidden_states"]
-        mask = row["loss_mask"].long()
-        return {
-            "hidden_states": states[:, :-1].flatten(1),
-            "input_ids": row["input_ids"].long(),
-            "verifier_last_hidden_states": states[:, -1],
-            "loss_mask": torch.ones_like(mask) if self.supervise_all else mask,
-        }
-
-
-def make_loader(dataset: HiddenRows, total_seq_len: int, hidden: int, aux: int, seed: int):
-    """Batches of whole rows, up to `total_seq_len` tokens each, in an order that epoch and seed
-    decide."""
-    sampler = MultipackDistributedBatchSamplerV2(
-        batch_max_length=total_seq_len,
-        lengths=dataset.approx_lengths,
-        num_replicas=1,
-        rank=0,
-        seed=seed,
-    )
-    collate = CollateFn(
-        total_seq_len, hidden, num_target_layers=aux, dtype=torch.bfloat16, preprocess=shift_batch
-    )
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
-
-
-class Interrupted(Exception):
-    """SIGTERM or Ctrl-C: the state has been saved and the job must not count as done."""
-
-
-def with_noise(states: torch.Tensor, layers: int, noise: float, seed: int) -> torch.Tensor:
-    """Add normal noise to states [1, T, layers * H], of `noise` times each state's own RMS."""
-    generator = torch.Generator(states.device).manual_seed(seed)
-    split = states.float().unflatten(-1, (layers, -1))
-    size = noise * split.square().mean(-1, keepdim=True).sqrt()
-    shape, device = split.shape, states.device
-    return split.addcmul(size, torch.randn(shape, generator=generator, device=device)).flatten(-2)
-
-
-class DraftTrainer(Trainer):
-    """speculators' Trainer on any device, with a state that resumes bit for bit, per-step
-    metrics and a progress bar. Epochs are exported by `on_epoch(epoch, metrics)`.
-
-    The first `ttt_warmup_epochs` look one draft token ahead, from every token. `add_noise(states,
-    step)` changes the states of a training batch.
-    """
-
-    def __init__(
-        self,
-        *args,
-        state: Path,
-        checkpoint_every: int,
-        ttt_warmup_epochs: int,
-        add_noise,
-        on_epoch,
-        **kwargs,
-    ):
-        self.state, self.checkpoint_every, self.on_epoch = state, checkpoint_every, on_epoch
-        self.ttt_warmup_epochs, self.add_noise = ttt_warmup_epochs, add_noise
-        self.history: list[dict] = []
-        self.stop_signal: str | None = None
-        super().__init__(*args, **kwargs)
-        self.load_state()
-
-    def setup_trainer(self) -> None:
-        if not torch.accelerator.is_available():
-            self.local_rank, self.device_type = torch.device("cpu"), "cpu"
-        self.current_epoch = self.global_step = 0
-        self._resume_local_step = 0
-
-    def setup_model(self) -> None:
-        self.model.to(self.local_rank)
-
-    def setup_optimizer(self) -> None:
-        """As stock, but with a Muon that this device can compute, and before any resume."""
-        self.optimizers = build_optimizers(self.model, self.config)
-        if self.config.hidden_states_dtype == torch.float32:
-            self.optimizers = [
-                Float32Muon(o.param_groups, **o.defaults) if isinstance(o, torch.optim.Muon) else o
-                for o in self.optimizers
-            ]
-        total = self.config.num_epochs * len(self.train_loader)
-        warm_up = round(total * self.config.scheduler_warmup_ratio)
-        kind = "constant_with_warmup" if self.config.scheduler_type == "none" else None
-        self.schedulers = [
-            get_scheduler(kind or self.config.scheduler_type, optimizer, warm_up, total)
-            for optimizer in self.optimizers
-        ]
-
-    def save_state(self, epoch: int, local_step: int) -> None:
-        """Save everything that the next step depends on, atomically, as safetensors."""
-        tensors, groups = {}, []
-        for name, tensor in self.model.state_dict().items():
-            if not name.startswith(("embed_tokens.", "lm_head.", "verifier_")):
-                tensors[f"model.{name}"] = tensor
-        for number, optimizer in enumerate(self.optimizers):
-            state = optimizer.state_dict()
-            groups.append(state["param_groups"])
-            for parameter, values in state["state"].items():
-                for name, value in values.items():
-                    tensors[f"optimizer.{number}.{parameter}.{name}"] = torch.as_tensor(value)
-        progress = {
-            "epoch": epoch,
-            "local_step": local_step,
-            "global_step": self.global_step,
-            "groups": groups,
-            "schedulers": [
-                {k: v for k, v in s.state_dict().items() if k != "lr_lambdas"}
-                for s in self.schedulers
-            ],
-            "history": self.history,
-        }
-        with atomic(self.state / "state.safetensors") as partial:
-            contiguous = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-            save_file(contiguous, partial, {"progress": json.dumps(progress)})
-
-    def load_state(self) -> None:
-        path = self.state / "state.safetensors"
-        if not path.exists():
-            return
-        with safe_open(path, "pt") as file:
-            progress = json.loads(file.metadata()["progress"])
-        tensors = load_file(path)
-        weights = {k[6:]: v for k, v in tensors.items() if k.startswith("model.")}
-        self.model.load_state_dict(weights, strict=False)
-        for number, optimizer in enumerate(self.optimizers):
-            state: dict[int, dict] = {}
-            for key, value in tensors.items():
-                if key.startswith(f"optimizer.{number}."):
-                    _, _, parameter, name = key.split(".", 3)
-                    state.setdefault(int(parameter), {})[name] = value
-            groups = progress["groups"][number]
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
-        for scheduler, state in zip(self.schedulers, progress["schedulers"], strict=True):
-            scheduler.load_state_dict({**state, "lr_lambdas": [None]})
-        self.current_epoch = progress["epoch"]
-        self._resume_local_step = progress["local_step"]
-        self.global_step = progress["global_step"]
-        self.history = progress["history"]
-        print(f"train: goes on at epoch {self.current_epoch}, step {self.global_step}")
-
-    def autocast(self):
-        dtype = self.config.hidden_states_dtype
-        return torch.autocast(self.device_type, dtype, enabled=dtype != torch.float32)
-
-    def train_epoch(self, epoch: int, **_) -> None:
-        self.model.train()
-        self.train_loader.batch_sampler.set_epoch(epoch)
-        steps = len(self.train_loader)
-        call = dict(self.config.train_call_kwargs)
-        warming_up = epoch < self.ttt_warmup_epochs
-        if warming_up:
-            call["ttt_steps"] = 1
-        self.train_loader.dataset.supervise_all = warming_up
-        done = self._prepare_resume_skip(epoch)
-        batches = iter(self.train_loader)
-        progress = tqdm(
-            total=self.config.num_epochs * steps,
-            initial=self.global_step,
-            unit=" steps",
-            desc=f"train epoch {epoch}",
-            mininterval=5,
-        )
-        for local_step in range(done + 1, steps + 1):
-            started = time.time()
-            batch = next(batches)
-            batch = {k: v.to(self.local_rank) for k, v in batch.items() if torch.is_tensor(v)}
-            batch["hidden_states"] = self.add_noise(batch["hidden_states"], self.global_step)
-            with self.autocast():
-                _, loss, metrics = self.model(**batch, **call)
-            if not loss.isfinite():
-                raise ValueError(f"loss is {loss.item()} at epoch {epoch}, step {local_step}")
-            self._optimizers_zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            rate = self.optimizers[0].param_groups[0]["lr"]
-            self._optimizers_step()
-            self._schedulers_step()
-            self.global_step += 1
-            tokens = int((batch["document_ids"] >= 0).sum())
-            seconds = time.time() - started
-            self.history.append(
-                {
-                    "kind": "step",
-                    "split": "train",
-                    "epoch": epoch,
-                    "step": self.global_step,
-                    "lr": rate,
-                    "grad_norm": float(norm),
-                    "tokens": tokens,
-                    "supervised_tokens": int(batch["loss_mask"].sum()),
-                    "seconds": round(seconds, 4),
-                    **ratios(metrics),
-                }
-            )
-            progress.update()
-            shown = f"{tokens / seconds:,.0f} tokens/s, loss {loss.item():.3f}"
-            progress.set_postfix_str(shown, refresh=False)
-            if self.global_step % self.checkpoint_every == 0 or self.stop_signal:
-                self.save_state(epoch, local_step)
-                if self.stop_signal:
-                    raise Interrupted(self.stop_signal)
-        progress.close()
-
-    @torch.no_grad()
-    def val_epoch(self, epoch: int) -> dict[str, float]:
-        """Held-out metrics, each a ratio of sums over all batches."""
-        self.model.eval()
-        sums: dict[str, float] = {}
-        for batch in self.val_loader:
-            batch = {k: v.to(self.local_rank) for k, v in batch.items() if torch.is_tensor(v)}
-            with self.autocast():
-                _, _, metrics = self.model(**batch, **self.config.val_call_kwargs)
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        return ratios(sums)
-
-    def run(self) -> None:
-        for epoch in range(self.current_epoch, self.config.num_epochs):
-            self.train_epoch(epoch)
-            metrics = self.val_epoch(epoch)
-            self.history.append(
-                {
-                    "kind": "epoch",
-                    "split": "held_out",
-                    "epoch": epoch,
-                    "step": self.global_step,
-                    **metrics,
-                }
-            )
-            self.on_epoch(epoch, metrics)
-            self.save_state(epoch + 1, 0)
-
-
-def ratios(metrics: dict) -> dict[str, float]:
-    """{x_sum, x_total} -> {x}, and the acceptance length that the accuracies amount to: one
-    token of the verifier, and each draft position that is right with all before it."""
-    values = {
-        name[:-4]: float(metrics[name]) / max(float(metrics[f"{name[:-4]}_total"]), 1e-9)
-        for name in metrics
-        if name.endswith("_sum")
-    }
-    accuracies = [v for k, v in values.items() if k.startswith("full_acc_")]
-    return {k: round(v, 6) for k, v in values.items()} | {
-        "acceptance_length": round(1 + sum(accuracies), 6)
-    }
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -319,7 +43,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(option, type=field.type, required=True)
 
 
-def digest(args, shape: DraftShape, states: HiddenStates) -> str:
+def digest(args, shape: DraftShape, states: HiddenStates, ranks: int) -> str:
     """Everything that decides the weights."""
     parts = {
         "hidden": [path.stat().st_size for path in args.hidden],
@@ -327,6 +51,7 @@ def digest(args, shape: DraftShape, states: HiddenStates) -> str:
         "vocab": sha256_file(args.vocab),
         "shape": asdict(shape),
         "layer_ids": args.layer_ids,
+        "batches_a_step": ranks * args.gradient_accumulation,
         "settings": {
             k: v
             for k, v in sorted(vars(args).items())
@@ -402,11 +127,17 @@ def main() -> None:
     parser.add_argument("--held-out", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
-    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--gpus", type=int, default=0, help="more than one: start by torchrun")
+    parser.add_argument("--gradient-accumulation", type=int, default=1, help="batches a step")
+    parser.add_argument("--patience", type=int, default=0, help="epochs; 0 trains them all")
     parser.add_argument("--checkpoint-every", type=int, required=True, help="steps")
+    parser.add_argument("--keep", type=int, default=2, help="of the states saved")
     parser.add_argument("--log", type=Path, help="gets a JSON line an epoch")
+    parser.add_argument("--tensorboard", type=Path, help="folder of the curves")
     args = parser.parse_args()
 
+    if not args.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     args.dtype = resolve_dtype(args.dtype)
     try:
         train(args)
@@ -417,39 +148,50 @@ def main() -> None:
 
 
 def train(args) -> None:
-    import signal
-
     from speculators.models.eagle3.core import Eagle3DraftModel
 
     from eyrie.draft_model import CPUEagle3DraftModel
 
     started = time.time()
-    _lock = hold_gpus(args.gpus)
+    # Of the processes that torchrun starts the first holds the GPUs for all.
+    _lock = hold_gpus(args.gpus) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    rank, ranks = join_processes()
+    if args.gpus and ranks != args.gpus:
+        raise ValueError(
+            f"--gpus {args.gpus}, and {ranks} processes: start it by python -m "
+            f"torch.distributed.run --standalone --nproc-per-node {args.gpus}"
+        )
     shape = DraftShape(**{f.name: getattr(args, f.name) for f in fields(DraftShape)})
     verifier = load_verifier_config(args.verifier, args.trust_remote_code)
     vocab = load_file(args.vocab)
     size = len(vocab["d2t"])
     states = HiddenStates(args.hidden)
     states.require_layers(verifier.extraction_ids(args.layer_ids))
-    state = args.state / digest(args, shape, states)
+    state = args.state / digest(args, shape, states, ranks)
     state.mkdir(parents=True, exist_ok=True)
-    training, held_out = split(states.rows, args.held_out)
-    loaders = [
-        make_loader(
-            HiddenRows(states, rows, args.total_seq_len),
-            args.total_seq_len,
-            verifier.hidden_size,
-            len(args.layer_ids),
-            args.seed,
+    training, held_out = (
+        HiddenRows(states, rows, args.total_seq_len) for rows in split(states.rows, args.held_out)
+    )
+    for name, dataset in (("training", training), ("held-out", held_out)):
+        if not len(dataset):
+            raise ValueError(f"0 {name} rows have a supervised token; {dataset.left_out} have none")
+    rows = {
+        "training": len(training),
+        "held_out": len(held_out),
+        "cut": training.cut + held_out.cut,
+        "left_out": training.left_out + held_out.left_out,
+    }
+    if not rank:
+        print(
+            "train: {training:,} rows to train on, {held_out:,} held out; {cut:,} cut at a turn, "
+            "{left_out:,} left out, which have no supervised token".format(**rows),
+            flush=True,
         )
-        for rows in (training, held_out)
-    ]
-    if not len(loaders[0]):
-        raise ValueError("0 optimizer steps: there is no training data")
 
     torch.manual_seed(args.seed)
-    cpu = not torch.cuda.is_available()
-    cls = CPUEagle3DraftModel if cpu and shape.num_hidden_layers == 1 else Eagle3DraftModel
+    cls = (
+        CPUEagle3DraftModel if not args.gpus and shape.num_hidden_layers == 1 else Eagle3DraftModel
+    )
     model = build_model(
         cls,
         shape,
@@ -463,12 +205,6 @@ def train(args) -> None:
     ).float()
     call = {"ttt_steps": args.ttt_steps, "ttt_step_loss_decay": args.ttt_decay}
     config = flat_config(shape, verifier, args.layer_ids, size)
-
-    def add_noise(hidden: torch.Tensor, step: int) -> torch.Tensor:
-        if not args.noise:
-            return hidden
-        # A step's noise is a matter of its number, so a resumed run has the same.
-        return with_noise(hidden, len(args.layer_ids), args.noise, args.seed << 32 | step)
 
     def on_epoch(epoch: int, metrics: dict) -> None:
         write_flat(state / "epochs" / str(epoch), config, flat_tensors(model))
@@ -496,12 +232,24 @@ def train(args) -> None:
             scheduler_warmup_ratio=args.warmup_ratio,
             hidden_states_dtype=getattr(torch, args.dtype),
         ),
-        *loaders,
+        make_loader(
+            training,
+            args.total_seq_len,
+            args.seed,
+            rank=rank,
+            ranks=ranks,
+            accumulate=args.gradient_accumulation,
+        ),
+        make_loader(held_out, args.total_seq_len, args.seed),
         state=state,
+        keep=args.keep,
         checkpoint_every=args.checkpoint_every,
         ttt_warmup_epochs=args.ttt_warmup_epochs,
-        add_noise=add_noise,
+        noise=args.noise,
+        seed=args.seed,
+        patience=args.patience,
         on_epoch=on_epoch,
+        tensorboard=args.tensorboard,
     )
 
     def stop(number, _frame) -> None:
@@ -510,6 +258,8 @@ def train(args) -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     trainer.run()
+    if rank:
+        return
     identity = json.loads(args.identity.read_text())
     manifest = publish(
         args,
@@ -518,7 +268,7 @@ def train(args) -> None:
         {
             "verifier": {k: identity[k] for k in ("source", "files")},
             "data": [rows.metadata["fingerprint"] for rows in states.rows],
-            "rows": {"training": len(training), "held_out": len(held_out)},
+            "rows": rows,
             "config": {k: v for k, v in vars(args).items() if not isinstance(v, (Path, list))}
             | {"layer_ids": args.layer_ids, "draft_vocab_size": size},
             "versions": versions(),

@@ -132,7 +132,10 @@ class Train(Block):
     ttt_warmup_epochs: Count
     noise: Real
     seed: Count
+    gradient_accumulation: Positive
+    patience: Count
     checkpoint_every: Positive
+    keep: Positive
     runtime: Positive
 
 
@@ -144,8 +147,13 @@ class Bench(Engine):
 
 
 class Run(Block):
+    """vocab, draft and train are the config's own with what the run says over them."""
+
     data: str
     prompts: Positive | None = None
+    vocab: Vocab
+    draft: Draft
+    train: Train
 
 
 class Config(Block):
@@ -166,6 +174,7 @@ class Config(Block):
     train: Train
     bench: Bench
     runs: dict[str, Run]
+    sweep: list[str]
 
 
 class ConfigError(Exception):
@@ -197,6 +206,20 @@ def _explain(error: dict) -> str:
     return f"{name}: {error['msg']}, found {error['input']!r}"
 
 
+def _with_defaults(run, values: dict):
+    """A run with the config's vocab, draft and train under its own keys."""
+    if not isinstance(run, dict):
+        return run
+    run = dict(run)
+    if isinstance(run.get("data"), int):
+        run["data"] = str(run["data"])
+    for block in ("vocab", "draft", "train"):
+        over = run.get(block, {})
+        if isinstance(over, dict) and isinstance(values.get(block), dict):
+            run[block] = values[block] | over
+    return run
+
+
 def load_config(values: dict) -> Config:
     """Check a config read from YAML.
 
@@ -208,14 +231,17 @@ def load_config(values: dict) -> Config:
     for block in ("data", "runs"):
         if isinstance(values.get(block), dict):
             values[block] = {str(k): v for k, v in values[block].items()}
+    if isinstance(values.get("sweep"), list):
+        values["sweep"] = [str(run) for run in values["sweep"]]
     if isinstance(values.get("runs"), dict):
-        for run in values["runs"].values():
-            if isinstance(run, dict) and isinstance(run.get("data"), int):
-                run["data"] = str(run["data"])
+        values["runs"] = {k: _with_defaults(run, values) for k, run in values["runs"].items()}
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        lines = sorted({_explain(e) for e in error.errors()})
+        errors = {error["loc"]: error for error in error.errors()}
+        # What is wrong for every run is told once.
+        own = [e for loc, e in errors.items() if loc[0] != "runs" or loc[2:] not in errors]
+        lines = sorted({_explain(e) for e in own})
         raise ConfigError("config: " + "\n        ".join(lines)) from None
     problems = [
         f"runs.{name}.data: there is no data set {run.data!r}; there are {', '.join(config.data)}"
@@ -241,16 +267,12 @@ def load_config(values: dict) -> Config:
             f"shard.max_length: {config.shard.max_length} must be less than "
             f"extract.max_model_len, {config.extract.max_model_len}"
         )
-    if config.shard.max_length > config.train.total_seq_len:
-        problems.append(
-            f"shard.max_length: {config.shard.max_length} is longer than train.total_seq_len, "
-            f"{config.train.total_seq_len}; rows would be cut"
-        )
-    if config.draft.num_attention_heads % config.draft.num_key_value_heads:
-        problems.append(
-            f"draft.num_attention_heads: {config.draft.num_attention_heads} is no multiple of "
-            f"draft.num_key_value_heads, {config.draft.num_key_value_heads}"
-        )
+    for name, run in config.runs.items():
+        if run.draft.num_attention_heads % run.draft.num_key_value_heads:
+            problems.append(
+                f"runs.{name}: draft.num_attention_heads, {run.draft.num_attention_heads}, is no "
+                f"multiple of draft.num_key_value_heads, {run.draft.num_key_value_heads}"
+            )
     if problems:
         raise ConfigError("config: " + "\n        ".join(problems))
     return config

@@ -2,19 +2,17 @@
 
 import functools
 import json
-import multiprocessing
 import os
 import random
-import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forking import run_to_end, start
 from safetensors import safe_open
 
-from eyrie import engine
 from eyrie.files import write_json
 from eyrie.shards import read_rows
 
@@ -35,42 +33,8 @@ def command(shards: Path, inputs: Path, name: str, folder: Path, *options) -> li
     return [str(part) for part in parts]
 
 
-def run(command: list[str], output: Path, code: str) -> None:
-    """In a process of its own: a script with its options, after `code`."""
-    script, *options = command
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    exec(code, {})
-    sys.argv = [script, *options]
-    runpy.run_path(script, run_name="__main__")
-
-
 @pytest.fixture(scope="module")
-def start():
-    """Start a script in a process that is forked from one that has imported vLLM, which saves it
-    the seconds that the import takes."""
-    before = dict(os.environ)
-    os.environ["LD_PRELOAD"] = str(Path(sys.prefix) / "lib" / "libiomp5.so")
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    context = multiprocessing.get_context("forkserver")
-    preload = ["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"]
-    preload += ["eyrie.connector", "extract", "shard"]
-    context.set_forkserver_preload([*engine.PRELOAD, *preload])
-
-    def start(command: list[str], folder: Path, code: str = "") -> multiprocessing.Process:
-        folder.mkdir(exist_ok=True)
-        process = context.Process(target=run, args=(command, folder / "output", code))
-        process.start()
-        return process
-
-    yield start
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture(scope="module")
-def shards(start, inputs, tmp_path_factory):
+def shards(inputs, tmp_path_factory):
     """Folders of token shards: `verifier` prompts to answer, `talks` of several turns to answer,
     `dataset` rows with answers of their own."""
     folder = tmp_path_factory.mktemp("shards")
@@ -84,23 +48,20 @@ def shards(start, inputs, tmp_path_factory):
         command += ["--conversations", inputs / "conversations.jsonl"]
         command += ["--tokenizer", inputs / "verifier", "--limit", "24", "--shard-size", "6"]
         command += ["--max-length", "96", "--max-new-tokens", "16"]
-        process = start([str(part) for part in command], folder / name)
-        process.join()
-        assert process.exitcode == 0, (folder / name / "output").read_text()
+        code, output = run_to_end([str(part) for part in command], folder / name)
+        assert code == 0, output
     write_json(folder / "identity.json", {"source": "path:here", "files": {}})
     return folder
 
 
 @pytest.fixture(scope="module")
-def extract(start, shards, inputs):
+def extract(shards, inputs):
     """Run extract.py to its end: (exit code, output)."""
 
-    def run_to_end(name: str, folder: Path, *options, code: str = "") -> tuple[int, str]:
-        process = start(command(shards, inputs, name, folder, *options), folder, code)
-        process.join()
-        return process.exitcode, (folder / "output").read_text()
+    def extract(name: str, folder: Path, *options, code: str = "") -> tuple[int, str]:
+        return run_to_end(command(shards, inputs, name, folder, *options), folder, code)
 
-    return run_to_end
+    return extract
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +171,7 @@ def test_nothing_missing_loads_no_engine(whole, shards, inputs):
     assert {path: path.stat().st_mtime_ns for path in (folder / "store").iterdir()} == before
 
 
-def test_killed_twenty_times_it_ends_with_the_same_bytes(
-    start, extract, whole, shards, inputs, tmp_path
-):
+def test_killed_twenty_times_it_ends_with_the_same_bytes(extract, whole, shards, inputs, tmp_path):
     undisturbed = whole("dataset")
     seconds = json.loads((undisturbed / "hidden.json").read_text())["seconds"]
     chance = random.Random(0)

@@ -320,8 +320,8 @@ def test_training_stopped_and_killed_ends_with_the_same_weights(job, tmp_path):
     state = tmp_path / "cut/state"
     for kill in (signal.SIGTERM, signal.SIGKILL):
         process = subprocess.Popen(interrupted, stdout=subprocess.PIPE, text=True)
-        before = {p: p.stat().st_mtime_ns for p in state.rglob("state.safetensors")}
-        while {p: p.stat().st_mtime_ns for p in state.rglob("state.safetensors")} == before:
+        before = {p: p.stat().st_mtime_ns for p in state.rglob("state-*.safetensors")}
+        while {p: p.stat().st_mtime_ns for p in state.rglob("state-*.safetensors")} == before:
             assert process.poll() is None, process.stdout.read()
             time.sleep(0.02)
         process.send_signal(kill)
