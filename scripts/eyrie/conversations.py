@@ -13,6 +13,8 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
+from eyrie.sources import Unreadable
+
 # Who spoke, in the spellings that public data sets use; capitals do not matter. Any other role
 # rejects its row: taken for the assistant, its text would be trained on.
 ROLES = {
@@ -227,6 +229,8 @@ def read_conversation(row) -> Conversation:
     Raises:
         Reject: it is none, or a turn has no text or an unknown role.
     """
+    if isinstance(row, Unreadable):
+        raise Reject(row.why)
     if not isinstance(row, dict):
         raise Reject("not an object")
     row = repaired(row)

@@ -5,6 +5,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +22,21 @@ MAX_ROW = 1 << 28
 BETWEEN = re.compile(r"[\s,\ufeff]*")
 # A literal, an escape or a surrogate pair cut by the buffer's end fails so far before it.
 LONGEST_TOKEN = 12
+# What tells where a JSON value ends: strings, brackets, numbers, and a quote whose string is cut.
+PART = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]|-?\d[^\s,\]}]*', re.DOTALL)
 # Files of a folder that may hold conversations.
 ENDINGS = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
 
 
 class DataError(Exception):
     """Input that stops the job; the message names the file and the way out."""
+
+
+@dataclass
+class Unreadable:
+    """In place of a row whose end is known, but which cannot be read."""
+
+    why: str
 
 
 class BrokenFile(DataError):
@@ -99,7 +109,8 @@ def unpacked(path: Path) -> Iterator[bytes]:
 
 def read_rows(path: Path) -> Iterator[tuple[int | None, object]]:
     """Yield (byte offset, row) of a Parquet file, a JSON array, JSON lines, or JSON objects one
-    after another. Offsets are those of the unpacked text; Parquet has none.
+    after another. Offsets are those of the unpacked text; Parquet has none. A row that JSON allows
+    but Python cannot hold is Unreadable.
 
     Memory is bounded by the largest row, whatever the file's size.
 
@@ -130,6 +141,19 @@ def without_nulls(value):
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return value
+
+
+def end_of_value(text: str, start: int) -> int | None:
+    """Where the JSON value that begins at text[start] ends, told by its brackets alone; None if it
+    does not end within the text."""
+    depth = 0
+    for part in PART.finditer(text, start):
+        if part[0] == '"':
+            return None
+        depth += (part[0] in "[{") - (part[0] in "]}")
+        if not depth:
+            return part.end()
+    return None
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, object]]:
@@ -191,7 +215,11 @@ def json_rows(path: Path) -> Iterator[tuple[int, object]]:
             whole = not (near_end or error.msg.startswith("Unterminated string"))
             fault, why = error.pos, error.msg
         except (ValueError, RecursionError) as error:
-            whole, fault, why = True, start, str(error)
+            # A number too long for Python, or nesting too deep; it may be whole nonetheless.
+            deep = isinstance(error, RecursionError)
+            value = Unreadable("nested too deeply" if deep else "a number with too many digits")
+            end = end_of_value(buffer, start)
+            whole, fault, why = end is not None, start, "" if end else str(error)
         if not whole and not ended and len(buffer) - start < MAX_ROW:
             chunk = max(CHUNK, len(buffer) - start)
             read()

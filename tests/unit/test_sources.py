@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from eyrie.sources import CHUNK, BrokenFile, DataError, expand, read_rows
+from eyrie.sources import CHUNK, BrokenFile, DataError, Unreadable, expand, read_rows
 
 ROWS = [{"id": i, "turns": [{"from": "human", "value": "ö🦉" * i}]} for i in range(5)]
 ARRAY = json.dumps(ROWS).encode()
@@ -77,6 +77,24 @@ def test_every_place_of_the_buffers_end(tmp_path, monkeypatch):
         assert [row for _, row in read_rows(tmp_path / "rows")] == value
 
 
+@pytest.mark.parametrize("array", [True, False])
+@pytest.mark.parametrize("chunk", [1000, CHUNK])
+def test_what_python_cannot_hold_costs_its_row_alone(tmp_path, monkeypatch, array, chunk):
+    monkeypatch.setattr("eyrie.sources.CHUNK", chunk)
+    deep = '{"a": "]}", "b": ' + '[{"c": ' * 50_000 + "1" + "}]" * 50_000 + "}"
+    huge = '{"a": "}\\"", "b": [' + "7" * 5000 + "]}"
+    rows = ['{"id": 0}', deep, '{"id": 1}', huge, "-" + "9" * 5000, '{"id": 2}', "8" * 5000]
+    text = f"[{','.join(rows)}]" if array else "\n".join(rows)
+    (tmp_path / "rows").write_text(text)
+    found = list(read_rows(tmp_path / "rows"))
+    for (offset, _), row in zip(found, rows, strict=True):
+        assert text.startswith(row, offset)
+    number = Unreadable("a number with too many digits")
+    assert [row for _, row in found] == [
+        {"id": 0}, Unreadable("nested too deeply"), {"id": 1}, number, number, {"id": 2}, number
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "content, rows, offset, why",
     [
@@ -95,6 +113,8 @@ def test_every_place_of_the_buffers_end(tmp_path, monkeypatch):
         (zstandard.compress(LINES * 9000)[:-30], None, None, ""),
         (b"PAR1 and then nothing", 0, None, ""),
         (b"[" * 100_000, 0, None, "recursion"),
+        (b'{"a": 1}\n{"a": ' + b"[" * 100_000 + b"\n", 1, 9, "recursion"),
+        (b'{"a": 1}\n{"a": ' + b"1" * 5000 + b', "b": "]}', 1, 9, "5000 digits"),
     ],
 )
 def test_a_broken_file_is_named_with_the_place(tmp_path, content, rows, offset, why):
