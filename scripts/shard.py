@@ -15,11 +15,16 @@ import argparse
 import collections
 import json
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -82,8 +87,6 @@ class Sharder:
             outcome.row = self.tokens(conversation)
         except Reject as reject:
             outcome.reason = str(reject)
-        except RecursionError:
-            outcome.reason = "nested too deeply"
         return outcome
 
     def tokens(self, conversation: Conversation) -> Row:
@@ -124,10 +127,16 @@ class Sharder:
 
 def start(sharder: Sharder) -> None:
     """Give a process its sharder; forked, so that the tokenizer is loaded once. Ctrl-C is for the
-    parent, which ends its processes."""
+    parent, which ends its processes; where the parent is killed, they end by themselves."""
     global in_process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     in_process = sharder
+
+
+def end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def work(batch: list) -> list[Outcome]:
@@ -143,17 +152,25 @@ def outcomes(rows: Iterator, sharder: Sharder, processes: int) -> Iterator[tuple
         for row in rows:
             yield row, sharder(row[-1])
         return
-    with multiprocessing.get_context("fork").Pool(processes, start, (sharder,)) as pool:
-        waiting: collections.deque = collections.deque()
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), start, (sharder,))
+    waiting: collections.deque = collections.deque()
+    try:
         while True:
             batch = list(islice(rows, BATCH))
             if batch:
-                waiting.append((batch, pool.apply_async(work, ([r[-1] for r in batch],))))
+                waiting.append((batch, pool.submit(work, [row[-1] for row in batch])))
             if waiting and (not batch or len(waiting) > 4 * processes):
                 done, result = waiting.popleft()
-                yield from zip(done, result.get(), strict=True)
+                yield from zip(done, result.result(), strict=True)
             if not batch and not waiting:
                 return
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a tokenising process was killed, by the system if memory ran out (dmesg tells). Run "
+            "again, with fewer --processes (Snakemake's --cores) or more memory"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class Account:
@@ -277,8 +294,12 @@ def make_shards(args) -> dict:
             part.clear()
 
     progress = tqdm(total=args.limit, unit=" rows", desc="shard", mininterval=5)
-    with atomic(args.out / "rejects.jsonl") as partial, open(partial, "w") as rejects:
-        results = outcomes(numbered_rows(args), Sharder(chat, benchmark, args), args.processes)
+    found = outcomes(numbered_rows(args), Sharder(chat, benchmark, args), args.processes)
+    with (
+        closing(found) as results,
+        atomic(args.out / "rejects.jsonl") as partial,
+        open(partial, "w") as rejects,
+    ):
         for (fault, source, file, number, offset, _), outcome in results:
             if fault:
                 if args.on_bad_file != "keep":
@@ -316,7 +337,6 @@ def make_shards(args) -> dict:
                 flush()
             if len(account.lengths) == limit:
                 break
-        results.close()
     progress.close()
     if ids:
         flush()

@@ -13,7 +13,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-from eyrie.sources import Unreadable
+from eyrie.sources import DEEPEST, TOO_DEEP, Unreadable, is_deeper
 
 # Who spoke, in the spellings that public data sets use; capitals do not matter. Any other role
 # rejects its row: taken for the assistant, its text would be trained on.
@@ -96,9 +96,12 @@ def parsed(value, what: str):
     if not isinstance(value, str):
         return value
     try:
-        return repaired(json.loads(value))
+        found = json.loads(value)
     except (ValueError, RecursionError):
         raise Reject(f"{what} are not JSON") from None
+    if is_deeper(found, DEEPEST):
+        raise Reject(TOO_DEEP)
+    return repaired(found)
 
 
 def call_of(call, number: int) -> dict:

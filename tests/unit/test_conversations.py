@@ -234,3 +234,10 @@ OK = {"from": "human", "value": "hi"}
 def test_rows_that_cannot_be_used(row, reason):
     with pytest.raises(Reject, match=reason):
         read_conversation(row)
+
+
+def test_arguments_nested_too_deeply_reject_the_row():
+    for levels in (101, 400):
+        call = {"name": "look", "arguments": '{"a":' + "[" * levels + "]" * levels + "}"}
+        with pytest.raises(Reject, match="nested too deeply"):
+            read_conversation({"messages": [{"role": "assistant", "tool_calls": [call]}]})

@@ -303,14 +303,16 @@ def test_a_fault_behind_the_last_row_wanted_is_no_matter(inputs, tmp_path, proce
     assert done.returncode == 0 and account(tmp_path / "out")["bad_files"][0]["rows"] == 20
 
 
-def test_rejects_name_the_file_among_others_of_its_name(inputs, tmp_path):
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("levels", [101, 450, 5000])
+def test_rejects_name_the_file_among_others_of_its_name(inputs, tmp_path, processes, levels):
+    """Also of rows that no process could hand to another."""
     for name in ("a", "b"):
         (tmp_path / "rows" / name).mkdir(parents=True)
-        deep = json.loads('{"a":' + "[" * 700 + "]" * 700 + "}")
-        write(
-            tmp_path / "rows" / name / "train.jsonl", talk("the owl", f"sees a mouse {name}"), deep
-        )
-    done = shard(inputs, tmp_path / "out", tmp_path / "rows", None, *DATASET)
+        path = write(tmp_path / "rows" / name / "train.jsonl", talk("owl", f"sees a mouse {name}"))
+        path.write_text(path.read_text() + '{"a":' + "[" * levels + "]" * levels + "}")
+    done = shard(inputs, tmp_path / "out", tmp_path / "rows", None, *DATASET,
+                 "--processes", processes)  # fmt: skip
     assert done.returncode == 0, done.stderr
     rejects = account(tmp_path / "out")["rejects"]
     names = [str(tmp_path / f"rows/{name}/train.jsonl") for name in "ab"]
@@ -350,3 +352,27 @@ def test_an_end_in_the_middle_leaves_no_process_and_no_account(inputs, tmp_path,
     left = [path.name for path in (tmp_path / "out").rglob("*.*")]
     assert "shards.json" not in left
     assert ended_by == signal.SIGKILL or left == []
+
+
+def test_a_process_that_is_killed_ends_the_job_with_an_error(inputs, tmp_path):
+    """As by the kernel, where memory runs out."""
+    write(tmp_path / "r.jsonl", *(talk(f"the owl {i}", tiny.sentence(i)) for i in range(9000)))
+    command = [str(SCRIPT), "--conversations", str(tmp_path / "r.jsonl"), "--shard-size", "10"]
+    command += ["--tokenizer", str(inputs / "verifier"), "--out", str(tmp_path / "out"), *DATASET]
+
+    def shard_and_tell() -> None:
+        done = run([*command, "--processes", "2"])
+        (tmp_path / "told").write_text(f"{done.returncode} {done.stderr}")
+
+    process = multiprocessing.get_context("fork").Process(target=shard_and_tell)
+    process.start()
+    while not (tmp_path / "out/shards/00001.safetensors").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    process.join(60)
+    assert process.exitcode == 0
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("1 ") and "shard: a tokenising process was killed" in told
+    assert [path.name for path in (tmp_path / "out").rglob("*.*")] == []
