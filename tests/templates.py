@@ -107,6 +107,59 @@ MISTRAL_V3 = """\
 {%- endif %}
 {%- endfor %}"""
 
+# Ends no turn: the verifier stops by writing the header of the next.
+GLM4 = (
+    "[gMASK]<sop>{% for m in messages %}"
+    "<|{{ 'observation' if m['role'] == 'tool' else m['role'] }}|>\n{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function']['name'] }}\n"
+    "{{ c['function']['arguments'] | tojson }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GLM4_WORDS = (
+    "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+    "<|endoftext|>",
+)  # fmt: skip
+# Writes thinking, empty or not, into the last answer only; with and without tags.
+QWEN3_TAGGED = """\
+{%- for m in messages %}
+{%- set content = m.content.split('</think>')[-1].lstrip('\n') %}
+{%- set thinking = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- set thinking = thinking if '</think>' in m.content else '' %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}
+{%- generation %}
+{%- if loop.last %}{{- '<think>\n' + thinking + '\n</think>\n\n' }}{% endif %}
+{{- content }}
+{%- endgeneration %}
+{%- else %}{{- content }}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+QWEN3_EMPTY = QWEN3_TAGGED.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+# Ends the last answer with a token of its own, as that of gpt-oss does.
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}"
+    "{{ '<|return|>' if m['role'] == 'assistant' and loop.last else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"
+)
+# Writes a call's id, which holds the function's name, in its place.
+KIMI_K2 = (
+    "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
+    "{% for m in messages %}{% set role = 'system' if m['role'] == 'tool' else m['role'] %}"
+    "<|im_{{ role }}|>{{ m['role'] }}<|im_middle|>"
+    "{% if m['role'] == 'tool' %}## Return of {{ m['tool_call_id'] }}\n{% endif %}"
+    "{{ m['content'] }}{% if m['tool_calls'] %}<|calls_begin|>"
+    "{% for c in m['tool_calls'] %}<|call_begin|>{{ c['id'] }}"
+    "<|argument_begin|>{{ c['function']['arguments'] | tojson }}<|call_end|>"
+    "{% endfor %}<|calls_end|>{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+KIMI_K2_WORDS = (
+    "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|calls_begin|>",
+    "<|call_begin|>", "<|argument_begin|>", "<|call_end|>", "<|calls_end|>", "<|im_end|>",
+)  # fmt: skip
+
 IM = ("<|im_start|>", "<|im_end|>")
 # name: (template, control tokens, bos, eos, end of turn, does it trim)
 FAMILIES = {

@@ -40,7 +40,7 @@ class Rendered:
 class Row:
     """A row's tokens and loss mask.
 
-    lost: answers, counted from 0, that are context only. turns: of a prompt, the messages and
+    lost: answers, counted from 0, that are context only here. turns: of a prompt, the messages and
     tools of all that the verifier is to answer, where that is more than one user turn.
     """
 
@@ -65,6 +65,14 @@ def load_tokenizer(folder: Path, trust_remote_code: bool):
             "Take the -Instruct or -Chat model, or name a Jinja file in verifier.chat_template"
         )
     return tokenizer
+
+
+def stop_tokens(tokenizer) -> set[int]:
+    """Tokens at which an answer ends where the verifier is served: the tokenizer's EOS and those
+    of its folder's generation_config.json."""
+    path = Path(tokenizer.name_or_path, "generation_config.json")
+    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    return {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
 
 
 def is_held_out(row_id: bytes, fraction: float) -> bool:
@@ -105,6 +113,7 @@ class Chat:
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
             self.widths = byte_widths(tokenizer)
+        self.stops = stop_tokens(tokenizer)
         template = tokenizer.get_chat_template()
         self.tags = bool(re.search(r"\{%-?\s*generation\b", template))
         self.control = self.stand_in = re.compile("(?!)")
@@ -129,6 +138,7 @@ class Chat:
         self.special |= {*self.tokenizer.convert_tokens_to_ids(words)}
         self.control = re.compile("|".join(map(re.escape, words)) or "(?!)")
         end = self.control.search(turns.partition(PROBE)[2])
+        self.end_word = end[0] if end else None
         self.turn_end = self.tokenizer.convert_tokens_to_ids(end[0]) if end else None
         # Written by the template some take the blanks beside them along.
         strips = {t: (added[t].lstrip * r"\s*", added[t].rstrip * r"\s*") for t in added}
@@ -215,43 +225,56 @@ class Chat:
                 first["content"] = "\n\n".join([*said, first["content"]])
         return messages, tools, found
 
-    def rendered(self, messages: list[dict], tools, beginning) -> Rendered:
-        """A whole conversation and what the assistant wrote in it.
+    def rendered(self, messages: list[dict], tools, beginning, wanted=None) -> Rendered:
+        """A whole conversation and what the assistant wrote in it, or of that the answers `wanted`.
 
         beginning(n, prompt) renders its first n messages, and with `prompt` what precedes an
         answer to them.
 
         A turn is what rendering it adds to the prompt for it, if the whole rendering repeats
-        that. A template that drops the thinking of earlier turns loses them: they are context.
+        that to its end. A template that drops the thinking of earlier turns loses them: they are
+        context.
 
         Raises:
-            Reject: the template refuses or leaves out a turn, or repeats no answer.
+            Reject: the template refuses or leaves out a turn, or repeats no answer that is wanted.
         """
         text = beginning(len(messages))
         self.check_present(messages, tools, text)
         if messages[-1].get("reasoning_content", "").strip() not in text:
             raise Reject("the chat template leaves out the reasoning")
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        if self.tags:
-            spans = self.tagged(messages, tools)
-            if len(spans) != len(answers):
-                raise Reject("the chat template tags more or fewer answers than there are")
-            return Rendered(text, spans, answers, [])
-        spans, repeated = [], []
-        for i in answers:
-            before, after = beginning(i, prompt=True), beginning(i + 1)
-            end = len(after)
+        tagged = self.tagged(messages, tools) if self.tags else [(0, 0)] * len(answers)
+        if len(tagged) != len(answers):
+            raise Reject("the chat template tags more or fewer answers than there are")
+        spans, repeated, lost = [], [], []
+        for number, (i, (start, end)) in enumerate(zip(answers, tagged, strict=True)):
+            if wanted is not None and number not in wanted:
+                continue
+            after = beginning(i + 1)
+            same = len(after)
             if not text.startswith(after):
-                end = len(os.path.commonprefix([after, text]))  # noqa: RUF071, of text it is right
-            # Templates trim an answer, so it need not begin where it does in the message.
-            span = text[len(before) : end]
-            calls = [call["function"]["name"] for call in messages[i].get("tool_calls", [])]
-            if text.startswith(before) and all(w in span for w in (wrote(messages[i]), *calls)):
-                spans.append((len(before), end))
+                same = len(os.path.commonprefix([after, text]))  # noqa: RUF071, of text it is right
+            if self.tags:
+                # An end-of-turn token may stand right behind the tag.
+                ended = self.control.match(after, end)
+                end = ended.end() if ended else end
+                is_whole = end <= same
+            else:
+                before = beginning(i, prompt=True)
+                # Templates trim an answer, so it need not begin where it does in the message.
+                start, end = len(before), same
+                span = text[start:end]
+                ended = same >= len(after.rstrip()) or (self.end_word and self.end_word in span)
+                calls = [call["function"]["name"] for call in messages[i].get("tool_calls", [])]
+                is_whole = ended and all(w in span for w in (wrote(messages[i]), *calls))
+                is_whole = is_whole and text.startswith(before)
+            if is_whole:
+                spans.append((start, end))
                 repeated.append(i)
+            else:
+                lost.append(number)
         if not spans:
             raise Reject("the chat template rewrites earlier turns")
-        lost = [number for number, i in enumerate(answers) if i not in repeated]
         return Rendered(text, spans, repeated, lost)
 
     def check_present(self, messages: list[dict], tools: list[dict] | None, text: str) -> None:
@@ -268,10 +291,10 @@ class Chat:
             raise Reject("the chat template leaves out the tools")
 
     def tagged(self, messages: list[dict], tools) -> list[tuple[int, int]]:
-        """What stands between {% generation %} tags, and an end-of-turn token right behind it."""
+        """What stands between {% generation %} tags."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        (text,), (spans,) = render_jinja_template(
+        _, (spans,) = render_jinja_template(
             conversations=[messages],
             tools=tools,
             chat_template=self.tokenizer.get_chat_template(tools=tools),
@@ -279,11 +302,7 @@ class Chat:
             **self.tokenizer.special_tokens_map,
             **self.options,
         )
-        ends = [self.control.match(text, end) for _, end in spans]
-        return [
-            (start, end_match.end() if end_match else end)
-            for (start, end), end_match in zip(spans, ends, strict=True)
-        ]
+        return spans
 
     def encode(self, text: str, edges: list[int] = ()) -> tuple[list[int], np.ndarray]:
         """Tokens of a rendered text, and where each begins in it (int64 [n]).
@@ -371,8 +390,39 @@ class Chat:
         ids, _ = self.encode(text)
         return Row(ids, [False] * len(ids), control=control)
 
-    def answers(self, messages: list[dict], tools=None, max_length: int = 2**40) -> Row:
-        """A conversation's tokens, the assistant's marked, cut to `max_length`.
+    def rows(self, messages: list[dict], tools=None, max_length: int = 2**40) -> list[Row]:
+        """A conversation's row as `answers` has it, and for answers that are lost in it, as the
+        template renders them otherwise once others follow, rows that end with them.
+
+        An answer is supervised in one row at most; the first row's `lost` are those in none.
+
+        Raises:
+            Reject: as `answers`.
+        """
+        ends = [i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"]
+        whole = self.answers(messages, tools, max_length)
+        rows, left, whole.lost = [whole], whole.lost, []
+        while left:
+            try:
+                row = self.answers(messages[: ends[left[-1]]], tools, max_length, left)
+            except Reject:
+                row = None
+            if row is None or row.truncated or left[-1] in row.lost:
+                whole.lost.insert(0, left.pop())
+            else:
+                rows.append(row)
+                left = row.lost
+        return rows
+
+    def answers(
+        self,
+        messages: list[dict],
+        tools=None,
+        max_length: int = 2**40,
+        wanted: list[int] | None = None,
+    ) -> Row:
+        """A conversation's tokens, the assistant's marked, cut to `max_length`. wanted: the
+        answers to mark, counted from 0; all of them if not given.
 
         Whole turns are kept from the front; where not even the first answer fits, it is cut.
 
@@ -397,7 +447,7 @@ class Chat:
 
         fit = self.answers_that_fit(beginning, ends, max_length)
         kept = messages[: ends[max(fit, 1) - 1]]
-        row = self.masked(self.rendered(kept, tools, beginning), kept)
+        row = self.masked(self.rendered(kept, tools, beginning, wanted), kept)
         row.truncated, row.control = fit < len(ends), control
         row.ids, row.mask = row.ids[:max_length], row.mask[:max_length]
         return row
@@ -427,7 +477,8 @@ class Chat:
     def masked(self, rendered: Rendered, messages: list[dict]) -> Row:
         """Tokens and mask of a rendered conversation: each answer to its end-of-turn token, which
         was not written where a limit cut the answer. What the template adds after that is not
-        generated."""
+        generated. Where answers have no such token of their own, it is the next turn's first, if
+        the verifier stops at that."""
         ids, starts = self.encode(rendered.text, [edge for span in rendered.spans for edge in span])
         mask = [False] * len(ids)
         bounds = [*starts.tolist(), len(rendered.text)]
@@ -449,6 +500,10 @@ class Chat:
             if messages[number].get("cut"):
                 while last > first and ids[last - 1] in self.special:
                     last -= 1
+            elif ids[last - 1] not in self.special and self.stops.intersection(
+                ids[last : last + 1]
+            ):
+                last += 1
             mask[first:last] = [True] * (last - first)
         return Row(ids, mask, rendered.lost)
 

@@ -1,10 +1,26 @@
 import datetime
+import json
 
 import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from templates import CHATML, FAMILIES, IM, MISTRAL_V3, PHI3, TAGGED, VICUNA
+from templates import (
+    CHATML,
+    FAMILIES,
+    GLM4,
+    GLM4_WORDS,
+    HARMONY,
+    IM,
+    KIMI_K2,
+    KIMI_K2_WORDS,
+    MISTRAL_V3,
+    PHI3,
+    QWEN3_EMPTY,
+    QWEN3_TAGGED,
+    TAGGED,
+    VICUNA,
+)
 
 from eyrie.chat import Chat, is_held_out, load_tokenizer
 from eyrie.conversations import Conversation, Reject, read_conversation
@@ -103,6 +119,80 @@ def test_thinking_is_supervised_where_it_is_repeated():
     assert supervised(chat, both) == "<think>\nmore\n</think>\n\ny<|im_end|>"
     assert both.lost == [0]
     assert "real" not in chat.tokenizer.decode(both.ids)
+
+
+@pytest.mark.parametrize("template", [QWEN3_EMPTY, QWEN3_TAGGED])
+def test_an_answer_rendered_otherwise_as_history_has_a_row_of_its_own(template):
+    chat = Chat(tiny.make_tokenizer(template))
+    said = talk("owl?", "a", "mouse?", "<think>\nreal\n</think>\n\nb", "grass?", "c")
+    rows = chat.rows(said)
+    think = "<think>\n{}\n</think>\n\n{}<|im_end|>"
+    wrote = [think.format(*pair) for pair in (("", "c"), ("real", "b"), ("", "a"))]
+    assert [supervised(chat, row) for row in rows] == wrote
+    assert rows[0].lost == [] and not any(row.truncated for row in rows)
+    for row, end in zip(rows, (5, 3, 1), strict=True):
+        assert row.ids[: row.mask.index(True)] == chat.prompt(said[:end]).ids
+    # A row too long is not made, and its answer stays context.
+    said = talk("owl?", "<think>" + "a" * 99 + "</think>b", "mouse?", "c")
+    rows = chat.rows(said, None, len(chat.answers(said).ids))
+    assert [supervised(chat, row) for row in rows] == [wrote[0]] and rows[0].lost == [0]
+
+
+def test_calls_since_the_last_question_share_a_row():
+    """Qwen3 keeps the thinking of those, so an answer has no row where a later one's holds it."""
+    chat, calls = CHATS["qwen3"], [{"name": "look", "arguments": {"at": "owl"}}]
+    thinking = {"role": "assistant", "reasoning_content": "real", "tool_calls": calls}
+    said = [{"role": "user", "content": "a"}, thinking, {"role": "tool", "content": "sun"}]
+    said = [*said, thinking | {"content": "b"}, {"role": "tool", "content": "wind"}]
+    said += [{"role": "assistant", "reasoning_content": "more", "content": "c"}]
+    conversation = read_conversation({"messages": [*said, *talk("d", "e")]})
+    whole, rest = chat.rows(conversation.messages)
+    assert supervised(chat, whole) == "e<|im_end|>" and whole.lost == []
+    wrote = supervised(chat, rest)
+    assert wrote.count("real") == 2 and wrote.endswith("more\n</think>\n\nc<|im_end|>")
+    assert wrote.count("<|im_end|>") == 3 and "sun" not in wrote and "wind" not in wrote
+
+
+def test_the_last_answers_own_end_is_every_answers():
+    words = ("<|start|>", "<|message|>", "<|end|>", "<|return|>")
+    chat = Chat(tiny.make_tokenizer(HARMONY, words, "<|start|>", "<|return|>"))
+    rows = chat.rows(talk("owl?", "a", "mouse?", "b"))
+    assert [supervised(chat, row) for row in rows] == ["b<|return|>", "a<|return|>"]
+
+
+def test_the_next_turns_header_ends_an_answer_where_the_verifier_stops_at_it(tmp_path):
+    tokenizer = tiny.make_tokenizer(GLM4, GLM4_WORDS, "<sop>", "<|endoftext|>")
+    tokenizer.save_pretrained(tmp_path)
+    said = talk("owl?", "sees", "mouse?", "<|user|> runs", "grass?", "grows")
+    # Without a word of it, no token is known to end an answer.
+    chat = Chat(load_tokenizer(tmp_path, False))
+    assert supervised(chat, chat.answers(said)) == "sees<|user|> runsgrows"
+    stops = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    chat = Chat(load_tokenizer(tmp_path, False))
+    row = chat.answers(said)
+    assert supervised(chat, row) == "sees<|user|><|user|> runs<|user|>grows"
+    assert row.ids == Chat(tokenizer).answers(said).ids
+    said[1]["cut"] = True
+    assert supervised(chat, chat.answers(said)) == "sees<|user|> runs<|user|>grows"
+    call = '<tool_call>look\n{"city": "Paris"}</tool_call><|observation|>'
+    wrote = supervised(chat, chat.answers(read_conversation({"messages": TOOL_TALK}).messages))
+    assert wrote == call + "It is sunny."
+
+
+def test_calls_that_a_template_writes_by_their_id():
+    chat = Chat(tiny.make_tokenizer(KIMI_K2, KIMI_K2_WORDS, "<|im_user|>", "<|im_end|>"))
+    said = [dict(turn) for turn in TOOL_TALK]
+    said[1]["tool_calls"] = [{"id": "functions.look:0", **TOOL_TALK[1]["tool_calls"][0]}]
+    said[2]["tool_call_id"] = "functions.look:0"
+    (row,) = chat.rows(read_conversation({"messages": said}).messages, [{"name": "look"}])
+    assert supervised(chat, row) == (
+        "<|calls_begin|><|call_begin|>functions.look:0<|argument_begin|>"
+        '{"city": "Paris"}<|call_end|><|calls_end|><|im_end|>It is sunny.<|im_end|>'
+    )
+    # Another id does not say what is called, and the template writes nothing else of it.
+    with pytest.raises(Reject, match="leaves out a tool call"):
+        chat.rows(read_conversation({"messages": TOOL_TALK}).messages)
 
 
 def test_reasoning_that_the_template_ignores_rejects_the_row():
