@@ -3,7 +3,9 @@
 With `--answers verifier` a row is a prompt: the conversation's first user turn (and a system
 turn before it), which the verifier answers while its states are extracted; with `--max-turns`
 the later user turns go along, each to be answered with the earlier answers as its history. With
-`--answers dataset` a row is the whole conversation and its own answers are supervised.
+`--answers dataset` a row is the whole conversation and its own answers are supervised; answers that
+the chat template renders otherwise once others follow (it drops their thinking) get rows of their
+own, with their conversation's id.
 Assistant turns before the first user turn (ShareGPT splits long talks) are dropped and counted.
 
 Every row read is kept or rejected with a reason: shards.json holds the account, and
@@ -25,7 +27,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -56,11 +58,11 @@ def without_leading_answers(messages: list[dict]) -> list[dict]:
 
 @dataclass
 class Outcome:
-    """What became of a row: its tokens, or the reason why it has none."""
+    """What became of a conversation: its rows of tokens, or the reason why it has none."""
 
     id: bytes | None = None
     name: str | None = None
-    row: Row | None = None
+    rows: list[Row] = field(default_factory=list)
     reason: str = ""
     turns: int = 0
     beheaded: bool = False
@@ -84,15 +86,15 @@ class Sharder:
             outcome.id = conversation.id
             if any(normal(m["content"]) in self.benchmark for m in conversation.messages):
                 raise Reject("benchmark prompt")
-            outcome.row = self.tokens(conversation)
+            outcome.rows = self.tokens(conversation)
         except Reject as reject:
             outcome.reason = str(reject)
         return outcome
 
-    def tokens(self, conversation: Conversation) -> Row:
+    def tokens(self, conversation: Conversation) -> list[Row]:
         args, messages = self.args, conversation.messages
         if conversation.tokens:
-            row = self.tokenised(*conversation.tokens)
+            rows = [self.tokenised(*conversation.tokens)]
         elif args.answers == "verifier":
             users = [i for i, m in enumerate(messages) if m["role"] == "user"]
             if not users:
@@ -109,12 +111,12 @@ class Sharder:
             if len(asked) > 1:
                 before = messages[: users[0]]
                 row.turns = {"messages": before + asked, "tools": conversation.tools}
-            return row
+            return [row]
         else:
-            row = self.chat.answers(messages, conversation.tools, args.max_length)
-        if sum(row.mask) < args.min_supervised_tokens:
+            rows = self.chat.rows(messages, conversation.tools, args.max_length)
+        if sum(sum(row.mask) for row in rows) < args.min_supervised_tokens:
             raise Reject("too few supervised tokens")
-        return row
+        return rows
 
     def tokenised(self, ids: list[int], mask: list[bool]) -> Row:
         if self.args.answers == "verifier":
@@ -222,11 +224,13 @@ class Account:
         }
 
 
-# What else is counted of the rows kept: rows cut to max_length, rows with control tokens in a
-# message's text (they stay text), rows that began with answers, and answers that the chat
-# template does not repeat as they were written, which are context only.
+# What else is counted of the conversations kept: those cut to max_length, those with control
+# tokens in a message's text (they stay text), those that began with answers; answers that the chat
+# template does not repeat as they were written, and the rows beside a conversation's first in which
+# these are supervised; and those of them that are in no such row, as it would be too long.
 COUNTED = (
     "supervised_tokens",
+    "rows_split_off",
     "truncated",
     "control_tokens_in_text",
     "leading_answers_dropped",
@@ -316,26 +320,28 @@ def make_shards(args) -> dict:
                 line |= {"id": outcome.name, "reason": reason}
                 rejects.write(json.dumps(line) + "\n")
                 continue
-            row = outcome.row
             seen.add(outcome.id)
             account.kept[source] += 1
-            account.lengths.append(len(row.ids))
             account.turns.append(outcome.turns)
+            whole = outcome.rows[0]
             account.counts.update(
-                supervised_tokens=sum(row.mask),
-                truncated=row.truncated,
-                control_tokens_in_text=row.control,
+                rows_split_off=len(outcome.rows) - 1,
+                truncated=whole.truncated,
+                control_tokens_in_text=whole.control,
                 leading_answers_dropped=outcome.beheaded,
-                answers_not_supervised=len(row.lost),
+                answers_not_supervised=len(whole.lost),
             )
-            ids.append(row.ids)
-            masks.append(row.mask)
-            row_ids.append(outcome.id)
-            turns.append(row.turns)
+            for row in outcome.rows:
+                account.lengths.append(len(row.ids))
+                account.counts.update(supervised_tokens=sum(row.mask))
+                ids.append(row.ids)
+                masks.append(row.mask)
+                row_ids.append(outcome.id)
+                turns.append(row.turns)
             progress.update()
-            if len(ids) == args.shard_size:
+            if account.kept.total() % args.shard_size == 0:
                 flush()
-            if len(account.lengths) == limit:
+            if account.kept.total() == limit:
                 break
     progress.close()
     if ids:
@@ -387,8 +393,8 @@ def main() -> None:
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--benchmark", type=Path, nargs="*", help="prompts never to train on")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shard-size", type=int, default=100, help="rows a shard")
-    parser.add_argument("--limit", type=int, help="rows to keep; all if not given")
+    parser.add_argument("--shard-size", type=int, default=100, help="conversations a shard")
+    parser.add_argument("--limit", type=int, help="conversations to keep; all if not given")
     parser.add_argument("--max-length", type=int, default=512, help="tokens a row, answer included")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="kept free for the answer")
     parser.add_argument("--max-turns", type=int, default=1, help="that are answered; 0 is all")

@@ -13,26 +13,26 @@ def split(shards: list[Rows], fraction: float) -> tuple[list, list]:
     """(training, held out), each a list of (shard, row), ordered by the conversations' ids.
 
     A conversation's side and place follow its content alone, so neither changes with the order
-    in which the engine finished. At least one row is on each side.
+    in which the engine finished. All of its rows are on one side, and at least one row is on each.
 
     Raises:
-        ValueError: fewer than two rows.
+        ValueError: fewer than two conversations.
     """
     rows = sorted(
         (rows.row_ids[index].numpy().tobytes(), shard, index)
         for shard, rows in enumerate(shards)
         for index in range(len(rows))
     )
-    if len(rows) < 2:
-        raise ValueError(f"{len(rows)} conversations cannot be split into training and validation")
-    held_out = [is_held_out(row_id, fraction) for row_id, _, _ in rows]
-    if not any(held_out):
-        held_out[min(range(len(rows)), key=lambda i: rows[i][0][7::-1])] = True
-    if all(held_out):
-        held_out[0] = False
+    ids = {row_id for row_id, _, _ in rows}
+    if len(ids) < 2:
+        raise ValueError(f"{len(ids)} conversations cannot be split into training and validation")
+    held_out = {row_id for row_id in ids if is_held_out(row_id, fraction)}
+    held_out = held_out or {min(ids, key=lambda row_id: row_id[7::-1])}
+    if held_out == ids:
+        held_out.remove(min(ids))
     sides = ([], [])
-    for (_, shard, index), out in zip(rows, held_out, strict=True):
-        sides[out].append((shard, index))
+    for row_id, shard, index in rows:
+        sides[row_id in held_out].append((shard, index))
     return sides
 
 

@@ -52,6 +52,7 @@ def made_up() -> dict:
             "leading_answers_dropped": 7,
             "truncated": 5,
             "control_tokens_in_text": 4,
+            "rows_split_off": 6,
             "answers_not_supervised": 3,
             "bad_files": [{"file": "<cut>.json", "rows": 8, "why": "Unterminated <string>"}],
             "shards": 4,

@@ -14,8 +14,9 @@ from unittest import mock
 
 import pytest
 import tiny
-from templates import CHATML
+from templates import CHATML, QWEN3_EMPTY
 
+from eyrie.hidden import split
 from eyrie.shards import read_rows
 from shard import main
 
@@ -57,7 +58,7 @@ def account(out: Path) -> dict:
     for key in ("read", "kept", "rejected"):
         assert found[key] == sum(source[key] for source in found["sources"].values())
     shards = [read_rows(path) for path in sorted((out / "shards").glob("*"))]
-    assert found["kept"] == sum(map(len, shards))
+    assert found["kept"] + found["rows_split_off"] == sum(map(len, shards))
     assert found["tokens"] == sum(len(rows.input_ids) for rows in shards)
     assert found["supervised_tokens"] == sum(int(rows.loss_mask.sum()) for rows in shards)
     return found | {"rejects": rejects}
@@ -228,6 +229,35 @@ def test_an_answer_and_a_later_question_without_one(inputs, tmp_path):
     done = shard(inputs, tmp_path / "out", path, None, *DATASET)
     assert done.returncode == 0, done.stderr
     assert "waits on a branch<|im_end|>«" in done.stdout and "and then" not in done.stdout
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_answers_that_history_changes_get_rows_beside_their_conversations(
+    inputs, tmp_path, processes
+):
+    shutil.copytree(inputs / "verifier", tmp_path / "verifier")
+    (tmp_path / "verifier/chat_template.jinja").write_text(QWEN3_EMPTY)
+    rows = [talk("owl", tiny.sentence(i), "mouse", "run", "and then") for i in range(13)]
+    path = write(tmp_path / "rows.jsonl", *rows, rows[0], talk("the owl"))
+    done = shard(tmp_path, tmp_path / "out", path, None, *DATASET, "--max-length", "256",
+                 "--processes", processes, "--benchmark")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = account(tmp_path / "out")
+    assert (found["read"], found["kept"], found["rejected"]) == (15, 13, 2)
+    assert (found["rows_split_off"], found["answers_not_supervised"]) == (13, 0)
+    assert found["turns"] == 13 * 5
+    # A shard has so many conversations, and all of their rows.
+    shards = [read_rows(p) for p in sorted((tmp_path / "out/shards").iterdir())]
+    assert [len(shard) for shard in shards] == [20, 6]
+    for shard_rows in shards:
+        ids = [row_id.numpy().tobytes() for row_id in shard_rows.row_ids]
+        assert ids[::2] == ids[1::2] and len({*ids}) == len(ids) // 2
+    # All on one side, even where none is held out by its hash.
+    for fraction in (0.5, 0.0, 1.0):
+        sides = split(shards, fraction)
+        owners = [{shards[s].row_ids[i].numpy().tobytes() for s, i in side} for side in sides]
+        assert all(owners) and owners[0].isdisjoint(owners[1])
+        assert sum(map(len, sides)) == 26
 
 
 def test_tokenised_rows_are_taken_as_they_are(inputs, tmp_path):
