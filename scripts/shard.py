@@ -182,7 +182,7 @@ class Account:
         self.read: Counter = Counter()
         self.kept: Counter = Counter()
         self.reasons: dict[str, Counter] = {}
-        self.counts: Counter = Counter()
+        self.counts: Counter = Counter(dict.fromkeys(COUNTED, 0))
         self.lengths: list[int] = []
         self.turns: list[int] = []
         self.bad_files: list[dict] = []

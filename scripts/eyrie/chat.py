@@ -459,15 +459,18 @@ class Chat:
         than is likely to be needed.
         """
         whole = beginning(ends[-1])
-        head = whole[: 5 * max_length]
+        likely = 5 * max_length
+        # The last token may be cut, and then be many.
+        head = whole[: likely + self.longest]
         starts = self.encode(head)[1]
-        if len(starts) <= max_length and len(head) < len(whole):
+        if np.searchsorted(starts, likely) <= max_length and len(head) < len(whole):
             head, starts = whole, self.encode(whole)[1]
         if len(starts) <= max_length:
             return len(ends)
 
         def length(end: int) -> int:
-            text = beginning(end)
+            # The blanks that a template writes behind the last answer may be cut.
+            text = beginning(end).rstrip()
             if not whole.startswith(text):
                 return len(self.encode(text)[0])
             return int(np.searchsorted(starts, len(text)))

@@ -41,6 +41,22 @@ def supervised(chat: Chat, row) -> str:
     return chat.tokenizer.decode([i for i, m in zip(row.ids, row.mask, strict=True) if m])
 
 
+class Slow:
+    """A tokenizer that tells no offsets, as those of custom code."""
+
+    is_fast = False
+
+    def __init__(self, fast):
+        self.fast = fast
+
+    def __getattr__(self, name):
+        return getattr(self.fast, name)
+
+    def __call__(self, text, return_offsets_mapping=False, **options):
+        assert not return_offsets_mapping
+        return self.fast(text, **options)
+
+
 WORDS = [*(w for _, control, *_ in FAMILIES.values() for w in control), "</think>", "None", "\n"]
 TEXT = st.lists(
     st.sampled_from(WORDS) | st.text(st.characters(codec="utf-8"), max_size=8), min_size=1
@@ -324,20 +340,30 @@ def test_truncation_keeps_whole_turns_and_cuts_only_a_first_answer():
     assert not any(chat.answers(messages[2:], max_length=start).mask)
 
 
-class Slow:
-    """A tokenizer that tells no offsets, as those of custom code."""
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_conversation_that_ends_at_the_length_is_whole(name):
+    chat, messages = CHATS[name], talk("the owl", "sees a mouse", "run", "over grass")
+    whole = chat.answers(messages)
+    end = len(whole.mask) - whole.mask[::-1].index(True)
+    row = chat.answers(messages, max_length=end)
+    assert (row.ids, row.mask, row.truncated) == (whole.ids[:end], whole.mask[:end], False)
+    assert chat.answers(messages, max_length=end - 1).truncated
 
-    is_fast = False
 
-    def __init__(self, fast):
-        self.fast = fast
+EMPTY = {
+    "plain": Chat(tiny.make_tokenizer(QWEN3_EMPTY)),
+    "tagged": Chat(tiny.make_tokenizer(QWEN3_TAGGED)),
+    "slow": Chat(Slow(tiny.make_tokenizer(QWEN3_EMPTY))),
+}
 
-    def __getattr__(self, name):
-        return getattr(self.fast, name)
 
-    def __call__(self, text, return_offsets_mapping=False, **options):
-        assert not return_offsets_mapping
-        return self.fast(text, **options)
+@pytest.mark.parametrize("name", EMPTY)
+@settings(max_examples=30, deadline=None)
+@given(turns=st.lists(TEXT, min_size=2, max_size=7))
+def test_each_answer_is_supervised_once_whatever_history_shows(name, turns):
+    rows = EMPTY[name].rows(talk(*turns))
+    wrote = [f"<think>\n\n</think>\n\n{text}<|im_end|>" for text in turns[1::2]]
+    assert [supervised(EMPTY[name], row) for row in rows] == wrote[::-1]
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "deepseek"])

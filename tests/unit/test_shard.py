@@ -18,7 +18,7 @@ from templates import CHATML, QWEN3_EMPTY
 
 from eyrie.hidden import split
 from eyrie.shards import read_rows
-from shard import main
+from shard import COUNTED, main
 
 SCRIPT = Path(__file__).parents[2] / "scripts/shard.py"
 
@@ -55,6 +55,7 @@ def account(out: Path) -> dict:
     rejects = [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
     assert found["read"] == found["kept"] + found["rejected"]
     assert found["rejected"] == sum(found["reasons"].values()) == len(rejects)
+    assert {type(found[name]) for name in COUNTED} == {int}
     for key in ("read", "kept", "rejected"):
         assert found[key] == sum(source[key] for source in found["sources"].values())
     shards = [read_rows(path) for path in sorted((out / "shards").glob("*"))]
