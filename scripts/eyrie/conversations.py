@@ -13,8 +13,6 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-from eyrie.sources import DEEPEST, TOO_DEEP, Unreadable, is_deeper
-
 # Who spoke, in the spellings that public data sets use; capitals do not matter. Any other role
 # rejects its row: taken for the assistant, its text would be trained on.
 ROLES = {
@@ -35,6 +33,9 @@ ROLES = {
     "observation": "tool",
 }
 ANSWERS = ("response", "completion", "answer", "output")
+# Levels of a row. What is deeper could not be handed from one process to another.
+DEEPEST = 100
+TOO_DEEP = "nested too deeply"
 
 
 class Reject(Exception):
@@ -61,6 +62,14 @@ class Conversation:
         # Parquet has values that JSON has not; the chat template refuses them.
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def is_too_deep(value, levels: int = DEEPEST) -> bool:
+    """Whether a JSON value has more than so many levels of lists and objects."""
+    if not isinstance(value, (list, dict)):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return not levels or any(is_too_deep(p, levels - 1) for p in parts if type(p) in (list, dict))
 
 
 def repaired(value):
@@ -99,7 +108,7 @@ def parsed(value, what: str):
         found = json.loads(value)
     except (ValueError, RecursionError):
         raise Reject(f"{what} are not JSON") from None
-    if is_deeper(found, DEEPEST):
+    if is_too_deep(found):
         raise Reject(TOO_DEEP)
     return repaired(found)
 
@@ -232,8 +241,8 @@ def read_conversation(row) -> Conversation:
     Raises:
         Reject: it is none, or a turn has no text or an unknown role.
     """
-    if isinstance(row, Unreadable):
-        raise Reject(row.why)
+    if isinstance(row, Reject):  # by what read it
+        raise row
     if not isinstance(row, dict):
         raise Reject("not an object")
     row = repaired(row)

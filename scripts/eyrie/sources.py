@@ -5,13 +5,14 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
+
+from eyrie.conversations import TOO_DEEP, Reject, is_too_deep
 
 # Bytes read at a time; a longer row doubles it.
 CHUNK = 1 << 20
@@ -24,22 +25,12 @@ BETWEEN = re.compile(r"[\s,\ufeff]*")
 LONGEST_TOKEN = 12
 # What tells where a JSON value ends: strings, brackets, numbers, and a quote whose string is cut.
 PART = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]|-?\d[^\s,\]}]*', re.DOTALL)
-# Levels of a row. What is deeper could not be handed from one process to another.
-DEEPEST = 100
-TOO_DEEP = "nested too deeply"
 # Files of a folder that may hold conversations.
 ENDINGS = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
 
 
 class DataError(Exception):
     """Input that stops the job; the message names the file and the way out."""
-
-
-@dataclass
-class Unreadable:
-    """In place of a row whose end is known, but which cannot be used."""
-
-    why: str
 
 
 class BrokenFile(DataError):
@@ -112,8 +103,8 @@ def unpacked(path: Path) -> Iterator[bytes]:
 
 def read_rows(path: Path) -> Iterator[tuple[int | None, object]]:
     """Yield (byte offset, row) of a Parquet file, a JSON array, JSON lines, or JSON objects one
-    after another. Offsets are those of the unpacked text; Parquet has none. A row deeper than
-    DEEPEST, or with a number of more digits than Python takes, is Unreadable.
+    after another. Offsets are those of the unpacked text; Parquet has none. In place of
+    a row that is too deep, or has a number of more digits than Python takes, there is a Reject.
 
     Memory is bounded by the largest row, whatever the file's size.
 
@@ -144,14 +135,6 @@ def without_nulls(value):
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return value
-
-
-def is_deeper(value, levels: int) -> bool:
-    """Whether a JSON value has more than so many levels of lists and objects."""
-    if not isinstance(value, (list, dict)):
-        return False
-    parts = value.values() if isinstance(value, dict) else value
-    return not levels or any(is_deeper(p, levels - 1) for p in parts if type(p) in (list, dict))
 
 
 def end_of_value(text: str, start: int) -> int | None:
@@ -228,7 +211,7 @@ def json_rows(path: Path) -> Iterator[tuple[int, object]]:
         except (ValueError, RecursionError) as error:
             # A number too long for Python, or nesting too deep; it may be whole nonetheless.
             deep = isinstance(error, RecursionError)
-            value = Unreadable(TOO_DEEP if deep else "a number with too many digits")
+            value = Reject(TOO_DEEP if deep else "a number with too many digits")
             end = end_of_value(buffer, start)
             whole, fault, why = end is not None, start, "" if end else str(error)
         if not whole and not ended and len(buffer) - start < MAX_ROW:
@@ -242,7 +225,7 @@ def json_rows(path: Path) -> Iterator[tuple[int, object]]:
             raise BrokenFile(path, rows, offset, why)
         chunk = CHUNK
         rows += 1
-        yield offset, Unreadable(TOO_DEEP) if is_deeper(value, DEEPEST) else value
+        yield offset, Reject(TOO_DEEP) if is_too_deep(value) else value
         skip(end)
     if stopped:
         raise BrokenFile(path, rows, offset, stopped)
