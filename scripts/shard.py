@@ -155,7 +155,8 @@ def outcomes(rows: Iterator, sharder: Sharder, processes: int) -> Iterator[tuple
             yield row, sharder(row[-1])
         return
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), start, (sharder,))
-    waiting: collections.deque = collections.deque()
+    # The first batch forks the processes, so it comes before any file is open.
+    waiting = collections.deque([([], pool.submit(work, []))])
     try:
         while True:
             batch = list(islice(rows, BATCH))
