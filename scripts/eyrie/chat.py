@@ -21,6 +21,8 @@ PRIVATE = 0xF0000
 THINKING = ("<think>", "</think>")
 # A text to find again.
 PROBE = "qzqz"
+# A call to find again; ids of nine letters are what the strictest template takes.
+PROBE_CALL = {"id": "qzqzqzqzq", "type": "function", "function": {"name": PROBE, "arguments": {}}}
 
 
 @dataclass
@@ -239,7 +241,8 @@ class Chat:
             Reject: the template refuses or leaves out a turn, or repeats no answer that is wanted.
         """
         text = beginning(len(messages))
-        self.check_present(messages, tools, text)
+        self.check_present(messages, tools, text, False)
+        self.check_calls(messages, tools, beginning)
         if messages[-1].get("reasoning_content", "").strip() not in text:
             raise Reject("the chat template leaves out the reasoning")
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
@@ -277,7 +280,7 @@ class Chat:
             raise Reject("the chat template rewrites earlier turns")
         return Rendered(text, spans, repeated, lost)
 
-    def check_present(self, messages: list[dict], tools: list[dict] | None, text: str) -> None:
+    def check_present(self, messages: list[dict], tools, text: str, prompt: bool) -> None:
         """Raise Reject where a turn, a call or a tool is not in the rendering."""
         for message in messages:
             said = wrote(message)
@@ -287,8 +290,29 @@ class Chat:
             for call in message.get("tool_calls", []):
                 if call["function"]["name"] not in text:
                     raise Reject("the chat template leaves out a tool call")
-        if tools and not all(name_of(tool) in text for tool in tools):
+        # A name may stand in another message, too.
+        if tools and (
+            not all(name_of(tool) in text for tool in tools)
+            or self.render(messages, tools[:-1] or None, prompt) == text
+        ):
             raise Reject("the chat template leaves out the tools")
+
+    def check_calls(self, messages: list[dict], tools, beginning) -> None:
+        """Raise Reject where the rendering is the same with another call or result in its place:
+        the words of each may stand in another message, too."""
+        for i, message in enumerate(messages):
+            calls = message.get("tool_calls", [])
+            others = [
+                message | {"tool_calls": [*calls[:n], PROBE_CALL, *calls[n + 1 :]]}
+                for n in range(len(calls))
+            ]
+            if message["role"] == "tool":
+                others = [message | {"content": PROBE}]
+            if any(
+                self.render([*messages[:i], other], tools, False) == beginning(i + 1)
+                for other in others
+            ):
+                raise Reject(f"the chat template leaves out a tool {'call' if calls else 'result'}")
 
     def tagged(self, messages: list[dict], tools) -> list[tuple[int, int]]:
         """What stands between {% generation %} tags."""
@@ -386,7 +410,7 @@ class Chat:
         """The tokens that a server would send to the verifier to answer `messages`."""
         messages, tools, control = self.prepared(messages, tools)
         text = self.render(messages, tools)
-        self.check_present(messages, tools, text)
+        self.check_present(messages, tools, text, True)
         ids, _ = self.encode(text)
         return Row(ids, [False] * len(ids), control=control)
 

@@ -300,6 +300,27 @@ def test_a_template_without_tools_rejects_them():
         CHATS["chatml"].answers(talk("a", "b"), [{"name": "look"}])
 
 
+def test_what_a_template_leaves_out_is_missed_though_its_words_stand_elsewhere():
+    said = talk("look for sun", "I look", "sun", "sun")
+    with pytest.raises(Reject, match="leaves out the tools"):
+        CHATS["chatml"].answers(said, [{"name": "look"}])
+    with pytest.raises(Reject, match="leaves out the tools"):
+        CHATS["chatml"].prompt(said[:1], [{"name": "look"}])
+    calls = [{"name": "look"}, {"name": "look", "arguments": {"at": "sun"}}]
+    said[1]["tool_calls"], said[2]["role"] = calls, "tool"
+    messages = read_conversation({"messages": said}).messages
+    with pytest.raises(Reject, match="leaves out a tool call"):
+        CHATS["chatml"].answers(messages)
+    template, control, bos, eos, *_ = FAMILIES["qwen3"]
+    first = template.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    with pytest.raises(Reject, match="leaves out a tool call"):
+        Chat(tiny.make_tokenizer(first, control, bos, eos)).answers(messages)
+    none = template.replace("m.role == 'tool' %}", "m.role == 'tool' %}{% elif false %}")
+    with pytest.raises(Reject, match="leaves out a tool result"):
+        Chat(tiny.make_tokenizer(none, control, bos, eos)).answers(messages)
+    assert "I look" in supervised(CHATS["qwen3"], CHATS["qwen3"].answers(messages))
+
+
 def test_role_order_and_rewriting_templates_reject_with_a_reason():
     with pytest.raises(Reject, match="roles must alternate"):
         CHATS["mistral"].answers(talk("a", "b") + talk("c", "d")[1:])
