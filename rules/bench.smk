@@ -1,5 +1,6 @@
 rule bench:
     input:
+        hidden=hidden_of,
         checkpoint=f"{R}/ckpt_{{run}}",
         check=f"{R}/check_{{run}}.json",
         verifier=f"{R}/verifier",
@@ -19,6 +20,8 @@ rule bench:
     params:
         prompts_name=C.prompts.name,
         prompts=lambda wildcards: C.runs[wildcards.run].prompts or C.bench.prompts,
+        held_out=of_run("train", "held_out"),
+        num_held_out=C.bench.held_out_prompts,
         # As the training data's.
         system_turns=C.shard.system_turns,
         date=str(C.shard.date),
@@ -45,6 +48,9 @@ rule bench:
             --prompts {input.prompts:q} \
             --prompts-name {params.prompts_name:q} \
             --num-prompts {params.prompts} \
+            --hidden {input.hidden:q} \
+            --held-out {params.held_out} \
+            --num-held-out {params.num_held_out} \
             --system-turns {params.system_turns} \
             --date {params.date:q} \
             --template-options {params.template_options:q} \

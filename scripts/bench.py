@@ -3,6 +3,9 @@
 Baseline, n-gram and eagle3 run one after the other, each in a process of its own, with the same
 engine settings, prompts and limits, one request at a time at temperature 0. Counters are read as
 differences around each request; figures are computed from the rows alone.
+
+Then the draft serves the prompts of conversations that training held out, as many at a time as the
+engine takes: what it accepts there must be what training said it would.
 """
 
 import argparse
@@ -10,14 +13,19 @@ import json
 import multiprocessing
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
+
+import pandas as pd
 
 from eyrie import engine
 from eyrie.conversations import Reject
 from eyrie.files import atomic, log_line, write_json
 from eyrie.gpus import hold_gpus
+from eyrie.hidden import split
 from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes, versions
+from eyrie.shards import ShardError, read_rows
 from eyrie.sources import DataError
 
 METHODS = ("baseline", "ngram", "eagle3")
@@ -65,6 +73,17 @@ def tokenised(args) -> list[dict]:
     return prompts
 
 
+def held_out_prompts(args) -> list[list[int]]:
+    """The tokens before the first answer of the first held-out conversations."""
+    shards = [read_rows(path) for path in args.hidden]
+    _, held_out = split(shards, args.held_out)
+    prompts = []
+    for shard, index in held_out[: args.num_held_out]:
+        answer = int(shards[shard].mask(index).nonzero()[0])
+        prompts.append(shards[shard].row(index)[:answer].tolist())
+    return prompts
+
+
 def speculation(method: str, args) -> dict:
     """vLLM's argument that makes it serve by `method`."""
     if method == "baseline":
@@ -89,8 +108,9 @@ def read_counters(llm, draft_tokens: int) -> dict[str, int]:
     return counters
 
 
-def measure(method: str, prompts: list[dict], args) -> dict:
-    """Serve every prompt by one method. Returns its rows, each with its output tokens."""
+def measure(method: str, prompts: list[dict], held_out: list[list[int]], args) -> dict:
+    """Serve every prompt by one method. Returns its rows, each with its output tokens, and of
+    eagle3 the counters of the held-out prompts."""
     started = time.time()
     from vllm import SamplingParams
 
@@ -132,8 +152,15 @@ def measure(method: str, prompts: list[dict], args) -> dict:
                     f"ETA {spent / done * (total - done):.0f} s",
                     flush=True,
                 )
+    counters = {}
+    if method == "eagle3" and held_out:
+        before = read_counters(llm, args.draft_tokens)
+        llm.generate([{"prompt_token_ids": ids} for ids in held_out], sampling, use_tqdm=False)
+        after = read_counters(llm, args.draft_tokens)
+        counters = {name: after[name] - before[name] for name in after}
     return {
         "rows": rows,
+        "held_out": counters,
         "dtype": args.dtype,
         "load_seconds": round(loaded - started, 2),
         "peak_rss_bytes": peak_rss_bytes(),
@@ -170,22 +197,46 @@ def figures(method: str, rows: list[dict], baseline: list[dict], draft_tokens: i
     }
 
 
-def measure_into(path: Path, method: str, prompts: list[dict], args) -> None:
+def trained_and_served(counters: dict, prompts: int, args) -> dict | None:
+    """What training estimated of the held-out conversations, beside what was accepted there, of
+    as many positions as training looked ahead and serving asked for."""
+    if not counters.get("drafts"):
+        return None
+    manifest = json.loads((args.checkpoint / "manifest.json").read_text())
+    history = pd.read_parquet(args.checkpoint / "metrics.parquet")
+    (chosen,) = history[
+        (history.kind == "epoch") & (history.epoch == manifest["chosen_epoch"])
+    ].to_dict("records")
+    positions = range(min(args.draft_tokens, manifest["config"]["ttt_steps"]))
+    estimated = [chosen[f"full_acc_{k}"] for k in positions]
+    served = [counters[f"accepted_{k + 1}"] / counters["drafts"] for k in positions]
+    return {
+        "prompts": prompts,
+        "drafts": int(counters["drafts"]),
+        "estimated_per_position": estimated,
+        "acceptance_per_position": [round(share, 4) for share in served],
+        "estimated_acceptance_length": round(1 + sum(estimated), 4),
+        "acceptance_length": round(1 + sum(served), 4),
+    }
+
+
+def measure_into(path: Path, method: str, prompts, held_out, args) -> None:
     engine.end_with_parent()
-    write_json(path, measure(method, prompts, args))
+    write_json(path, measure(method, prompts, held_out, args))
 
 
-def run_methods(prompts: list[dict], args) -> dict[str, dict]:
+def run_methods(prompts: list[dict], held_out: list[list[int]], args) -> dict[str, dict]:
     """Measure each method in a process of its own, so that none inherits another's memory.
 
     They are forked from a server that has imported vLLM and done nothing else.
     """
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(engine.PRELOAD)
     measured = {}
     for method in METHODS:
         out = args.summary.with_name(f"{args.summary.name}.{method}.partial")
-        process = processes.Process(target=measure_into, args=(out, method, prompts, args))
+        process = processes.Process(
+            target=measure_into, args=(out, method, prompts, held_out, args)
+        )
         try:
             process.start()
             process.join()
@@ -207,6 +258,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--prompts-name", default="prompts", help="for the summary")
     parser.add_argument("--num-prompts", type=int, required=True)
+    parser.add_argument("--hidden", type=Path, nargs="+", required=True, help="hidden shards")
+    parser.add_argument("--held-out", type=float, required=True, help="fraction, as in training")
+    parser.add_argument("--num-held-out", type=int, required=True, help="conversations of it")
     parser.add_argument("--system-turns", choices=["merge", "drop", "reject"], default="merge")
     parser.add_argument("--date", default="2026-01-01", help="today, to the chat template")
     parser.add_argument("--template-options", default="{}", help="JSON, for the chat template")
@@ -220,14 +274,15 @@ def main() -> None:
 
     engine.prepare(args.gpus, args.kv_cache_gib, in_process=False)
     started = time.time()
+    # It imports while the prompts are made here.
+    forkserver.set_forkserver_preload(engine.PRELOAD)
+    forkserver.ensure_running()
     try:
-        prompts = tokenised(args)
+        prompts, held_out = tokenised(args), held_out_prompts(args)
         _lock = hold_gpus(args.gpus)
-        measured = run_methods(prompts, args)
-    except (BenchError, DataError, ValueError) as error:
+        measured = run_methods(prompts, held_out, args)
+    except (BenchError, DataError, ShardError, ValueError) as error:
         sys.exit(f"bench: {error}")
-
-    import pandas as pd
 
     baseline = measured["baseline"]["rows"]
     methods, rows = [], []
@@ -253,6 +308,7 @@ def main() -> None:
                 "concurrency": 1,
             },
             "methods": methods,
+            "held_out": trained_and_served(measured["eagle3"]["held_out"], len(held_out), args),
             "settings": {
                 "dtype": measured["baseline"]["dtype"],
                 "temperature": 0.0,

@@ -141,6 +141,7 @@ class Train(Block):
 
 class Bench(Engine):
     prompts: Positive
+    held_out_prompts: Count
     max_new_tokens: Positive
     draft_tokens: Positive
     runtime: Positive

@@ -1,12 +1,13 @@
 """The workflow from conversations to report, on a tiny verifier, through the real engine."""
 
+import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pandas as pd
@@ -276,65 +277,58 @@ def test_a_damaged_shard_is_set_aside_and_made_again(job):
     assert "tiny: " in done.stdout and "(no output)" not in done.stdout
 
 
-def train(job: Path, out: Path) -> list[str]:
-    """scripts/train.py by hand on the job's states, with a state of its own."""
+def test_what_is_accepted_is_what_the_trained_model_drafts(job):
+    """The stock model drafts from every place of the held-out answers as training has them; walked
+    through as a server does, so much must have been accepted on the same prompts."""
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3.core import Eagle3DraftModel
+
+    from eyrie.batches import HiddenRows, make_loader
+    from eyrie.draft import DraftShape, build_model
+    from eyrie.hidden import HiddenStates, split
+    from eyrie.verifier import load_verifier_config
+
     tree = job / "results/tiny"
-    options = {
-        "vocab": tree / "vocab_tiny.safetensors",
-        "verifier": tree / "verifier",
-        "identity": tree / "verifier.json",
-        "state": out / "state",
-        "out": out / "ckpt",
-        "num-hidden-layers": 1,
-        "num-attention-heads": 4,
-        "num-key-value-heads": 2,
-        "head-dim": 32,
-        "intermediate-size": 128,
-        "rope-theta": 10000.0,
-        "max-position-embeddings": 512,
-        "rms-norm-eps": 1e-5,
-        "epochs": 3,
-        "optimizer": "muon",
-        "lr": 0.005,
-        "muon-lr": 0.01,
-        "weight-decay": 0.01,
-        "scheduler": "cosine",
-        "warmup-ratio": 0.1,
-        "ttt-steps": 3,
-        "ttt-decay": 1.0,
-        "ttt-warmup-epochs": 1,
-        "noise": 0.2,
-        "total-seq-len": 64,
-        "held-out": 0.2,
-        "seed": 0,
-        "checkpoint-every": 2,
-    }
-    command = [sys.executable, str(ROOT / "scripts/train.py"), "--layer-ids", "1", "2", "3"]
-    command += ["--hidden", *map(str, sorted((tree / "data/tiny/hidden").glob("*.safetensors")))]
-    return command + [str(part) for name, value in options.items() for part in ("--" + name, value)]
+    served = json.loads((tree / "bench_tiny.json").read_text())["held_out"]
+    settings = json.loads((tree / "ckpt_tiny/manifest.json").read_text())["config"]
+    shape = DraftShape(**{field.name: settings[field.name] for field in fields(DraftShape)})
+    vocab = load_file(tree / "vocab_tiny.safetensors")
+    d2t, t2d = vocab["d2t"], vocab["t2d"]
+    verifier = load_verifier_config(tree / "verifier")
+    model = build_model(
+        Eagle3DraftModel, shape, verifier, tree / "verifier", [1, 2, 3], 3, len(d2t), d2t, t2d
+    ).float()
+    weights = load_file(tree / "ckpt_tiny/model.safetensors")
+    weights = {name.replace("midlayer.", "layers.0."): t for name, t in weights.items()}
+    assert not model.load_state_dict(weights, strict=False).unexpected_keys
 
-
-def test_training_stopped_and_killed_ends_with_the_same_weights(job, tmp_path):
-    subprocess.run(train(job, tmp_path / "whole"), check=True)
-    interrupted = train(job, tmp_path / "cut")
-    state = tmp_path / "cut/state"
-    for kill in (signal.SIGTERM, signal.SIGKILL):
-        process = subprocess.Popen(interrupted, stdout=subprocess.PIPE, text=True)
-        before = {p: p.stat().st_mtime_ns for p in state.rglob("state-*.safetensors")}
-        while {p: p.stat().st_mtime_ns for p in state.rglob("state-*.safetensors")} == before:
-            assert process.poll() is None, process.stdout.read()
-            time.sleep(0.02)
-        process.send_signal(kill)
-        process.communicate()
-        assert process.returncode != 0
-        assert not (tmp_path / "cut/ckpt").exists()
-    done = subprocess.run(interrupted, check=True, capture_output=True, text=True)
-    assert "goes on at epoch" in done.stdout
-    for name in ("0", "1", "2", "."):
-        whole, cut = (tmp_path / run / "ckpt" / name for run in ("whole", "cut"))
-        assert (whole / "model.safetensors").read_bytes() == (
-            cut / "model.safetensors"
-        ).read_bytes()
+    states = HiddenStates(sorted((tree / "data/tiny/hidden").glob("*.safetensors")))
+    _, held_out = split(states.rows, 0.2)
+    new_tokens, drafts, accepted = 8, 0, [0, 0, 0]
+    for shard, index in held_out:
+        rows = HiddenRows(states, [(shard, index)], 128)
+        (batch,) = make_loader(rows, 128, seed=0)
+        batch = {k: v for k, v in batch.items() if torch.is_tensor(v)}
+        loss = resolve_loss_config("kl_div", "eager")
+        with torch.no_grad():
+            drafted, _, _ = model(**batch, ttt_steps=3, loss_config=loss)
+        ids = states.rows[shard].row(index).tolist()
+        first = int(states.rows[shard].mask(index).nonzero()[0])
+        last = min(len(ids), first + new_tokens) - 1
+        # The state before token `place` and that token draft the next three.
+        place = first
+        while place < last:
+            proposed = [int(step[0, place - 1]) for step in drafted]
+            right = [t == w for t, w in zip(proposed, ids[place + 1 :], strict=False)]
+            count = len(list(itertools.takewhile(bool, right)))
+            for k in range(count):
+                accepted[k] += 1
+            drafts += 1
+            place += count + 1
+    assert drafts == pytest.approx(served["drafts"], abs=len(held_out))
+    shares = [n / drafts for n in accepted]
+    assert shares == pytest.approx(served["acceptance_per_position"], abs=0.04)
+    assert abs(served["acceptance_length"] - served["estimated_acceptance_length"]) < 0.1
 
 
 @pytest.mark.parametrize(
