@@ -10,7 +10,7 @@ from pathlib import Path
 from eyrie import engine
 
 PRELOAD = ["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama", "eyrie.connector"]
-PRELOAD += ["eyrie.trainer", "eyrie.draft_model", "extract", "shard", "train"]
+PRELOAD += ["eyrie.trainer", "eyrie.draft_model", "bench", "extract", "shard", "train"]
 
 
 def run(command: list[str], output: Path, code: str) -> None:
