@@ -4,6 +4,7 @@ rule train:
         vocab=f"{R}/vocab_{{run}}.safetensors",
         verifier=f"{R}/verifier",
         identity=f"{R}/verifier.json",
+        init=[C.train.init_from] if C.train.init_from else [],
     output:
         directory(f"{R}/ckpt_{{run}}"),
     log:
@@ -17,6 +18,8 @@ rule train:
         checkpoint_every=C.train.checkpoint_every,
     params:
         state=lambda wildcards: f"{R}/.state/train/{wildcards.run}",
+        init=lambda wildcards, input: ["--init-from", *input.init] if input.init else [],
+        draft_vocab_size=C.vocab.draft_vocab_size,
         layer_ids=C.extract.layer_ids,
         num_hidden_layers=C.draft.num_hidden_layers,
         num_attention_heads=C.draft.num_attention_heads,
@@ -24,13 +27,12 @@ rule train:
         head_dim=C.draft.head_dim,
         intermediate_size=C.draft.intermediate_size,
         rope_theta=C.draft.rope_theta,
+        rope_scaling=json.dumps(C.draft.rope_scaling, sort_keys=True),
         max_position_embeddings=C.draft.max_position_embeddings,
         rms_norm_eps=C.draft.rms_norm_eps,
-        norms=[
-            *flag("norm-before-residual", C.draft.norm_before_residual),
-            *flag("norm-before-fc", C.draft.norm_before_fc),
-            *flag("norm-output", C.draft.norm_output),
-        ],
+        sliding_window=json.dumps(C.draft.sliding_window),
+        norms=C.draft.norms,
+        norm_before_residual=flag("norm-before-residual", C.draft.norm_before_residual),
         dtype=C.train.dtype,
         held_out=C.train.held_out,
         epochs=C.train.epochs,
@@ -53,9 +55,11 @@ rule train:
         python "$SCRIPTS/train.py" \
             --hidden {input.hidden:q} \
             --vocab {input.vocab:q} \
+            --draft-vocab-size {params.draft_vocab_size} \
             --verifier {input.verifier:q} \
             --identity {input.identity:q} \
             {params.trust:q} \
+            {params.init:q} \
             --state {params.state:q} \
             --out {output:q} \
             --log {log:q} \
@@ -66,9 +70,12 @@ rule train:
             --head-dim {params.head_dim} \
             --intermediate-size {params.intermediate_size} \
             --rope-theta {params.rope_theta} \
+            --rope-scaling {params.rope_scaling:q} \
             --max-position-embeddings {params.max_position_embeddings} \
             --rms-norm-eps {params.rms_norm_eps} \
-            {params.norms} \
+            --sliding-window {params.sliding_window} \
+            --norms {params.norms} \
+            {params.norm_before_residual} \
             --dtype {params.dtype} \
             --held-out {params.held_out} \
             --epochs {params.epochs} \

@@ -29,7 +29,14 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import get_scheduler
 
-from eyrie.draft import DraftShape, build_model, flat_config, flat_tensors, write_flat
+from eyrie.draft import (
+    DraftShape,
+    build_model,
+    differences,
+    flat_config,
+    flat_tensors,
+    write_flat,
+)
 from eyrie.engine import resolve_dtype
 from eyrie.files import atomic, link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
@@ -37,7 +44,9 @@ from eyrie.hidden import HiddenStates, split
 from eyrie.muon import Float32Muon
 from eyrie.provenance import peak_rss_bytes, versions
 from eyrie.shards import ShardError
-from eyrie.verifier import load_verifier_config
+from eyrie.verifier import draft_size, load_verifier_config
+from eyrie.vocab import load_map, made_of
+from eyrie.warm_start import content, warm_start
 
 
 class HiddenRows(BaseDataset):
@@ -315,8 +324,11 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         option = "--" + field.name.replace("_", "-")
         if field.type is bool:
             parser.add_argument(option, action="store_true")
+        elif field.default is None:
+            parser.add_argument(option, type=json.loads, help="JSON, null by default")
         else:
-            parser.add_argument(option, type=field.type, required=True)
+            choices = ["eagle3", "eagle3.1"] if field.name == "norms" else None
+            parser.add_argument(option, type=field.type, choices=choices, required=True)
 
 
 def digest(args, shape: DraftShape, states: HiddenStates) -> str:
@@ -327,6 +339,7 @@ def digest(args, shape: DraftShape, states: HiddenStates) -> str:
         "vocab": sha256_file(args.vocab),
         "shape": asdict(shape),
         "layer_ids": args.layer_ids,
+        "init_from": content(args.init_from) if args.init_from else None,
         "settings": {
             k: v
             for k, v in sorted(vars(args).items())
@@ -379,7 +392,8 @@ def publish(args, state: Path, history: list[dict], manifest: dict) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=Path, nargs="+", required=True, help="hidden shards")
-    parser.add_argument("--vocab", type=Path, required=True)
+    parser.add_argument("--vocab", type=Path, required=True, help="the map")
+    parser.add_argument("--draft-vocab-size", required=True, help="the map's, or full")
     parser.add_argument("--verifier", type=Path, required=True)
     parser.add_argument("--identity", type=Path, required=True, help="the verifier's identity")
     parser.add_argument("--trust-remote-code", action="store_true")
@@ -387,6 +401,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's folder")
     parser.add_argument("--layer-ids", type=int, nargs="+", required=True)
     add_shape_arguments(parser)
+    parser.add_argument("--init-from", type=Path, help="folder of a draft to start from")
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--optimizer", choices=["muon", "adamw"], required=True)
     parser.add_argument("--lr", type=float, required=True)
@@ -427,10 +442,12 @@ def train(args) -> None:
     _lock = hold_gpus(args.gpus)
     shape = DraftShape(**{f.name: getattr(args, f.name) for f in fields(DraftShape)})
     verifier = load_verifier_config(args.verifier, args.trust_remote_code)
-    vocab = load_file(args.vocab)
-    size = len(vocab["d2t"])
     states = HiddenStates(args.hidden)
     states.require_layers(verifier.extraction_ids(args.layer_ids))
+    size = draft_size(args.draft_vocab_size, verifier.vocab_size)
+    identity = json.loads(args.identity.read_text())
+    map_of = made_of(identity, states.rows, args.held_out, size)
+    d2t, t2d = load_map(args.vocab, map_of, verifier.vocab_size)
     state = args.state / digest(args, shape, states)
     state.mkdir(parents=True, exist_ok=True)
     training, held_out = split(states.rows, args.held_out)
@@ -449,7 +466,8 @@ def train(args) -> None:
 
     torch.manual_seed(args.seed)
     cpu = not torch.cuda.is_available()
-    cls = CPUEagle3DraftModel if cpu and shape.num_hidden_layers == 1 else Eagle3DraftModel
+    plain = shape.num_hidden_layers == 1 and not shape.sliding_window
+    cls = CPUEagle3DraftModel if cpu and plain else Eagle3DraftModel
     model = build_model(
         cls,
         shape,
@@ -458,9 +476,14 @@ def train(args) -> None:
         args.layer_ids,
         args.ttt_steps,
         size,
-        vocab["d2t"],
-        vocab["t2d"],
+        d2t,
+        t2d,
     ).float()
+    told = [f"the draft is not as the verifier: {line}" for line in differences(shape, verifier)]
+    if args.init_from:
+        found = warm_start(model, shape, args.init_from)
+        told += [f"starts from {args.init_from}", *(f"but for {line}" for line in found)]
+    print("".join(f"train: {line}\n" for line in told), end="", flush=True)
     call = {"ttt_steps": args.ttt_steps, "ttt_step_loss_decay": args.ttt_decay}
     config = flat_config(shape, verifier, args.layer_ids, size)
 
@@ -510,7 +533,6 @@ def train(args) -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     trainer.run()
-    identity = json.loads(args.identity.read_text())
     manifest = publish(
         args,
         state,
@@ -520,7 +542,8 @@ def train(args) -> None:
             "data": [rows.metadata["fingerprint"] for rows in states.rows],
             "rows": {"training": len(training), "held_out": len(held_out)},
             "config": {k: v for k, v in vars(args).items() if not isinstance(v, (Path, list))}
-            | {"layer_ids": args.layer_ids, "draft_vocab_size": size},
+            | {"layer_ids": args.layer_ids, "draft_vocab_size": size}
+            | ({"init_from": str(args.init_from)} if args.init_from else {}),
             "versions": versions(),
             "seconds": round(sum(r.get("seconds", 0) for r in trainer.history), 2),
             "wall_seconds": round(time.time() - started, 2),

@@ -2,6 +2,7 @@
 
 import datetime
 import difflib
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -11,7 +12,14 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    WrapValidator,
 )
+
+from eyrie.reference import draft_fields
+
+ROOT = Path(__file__).parents[2]
+# What training and vLLM compute alike. Others depend on the length of what is served.
+ROPE_TYPES = ("linear", "llama3", "yarn")
 
 
 def from_command_line(value):
@@ -96,27 +104,34 @@ class Extract(Engine):
     runtime: Positive
 
 
+def or_full(value, number):
+    return value if value == "full" else number(value)
+
+
 class Vocab(Block):
-    draft_vocab_size: Positive
+    draft_vocab_size: Annotated[Positive, WrapValidator(or_full)]
     min_coverage: Fraction
 
 
 class Draft(Block):
+    reference: str | None
     num_hidden_layers: Positive
     num_attention_heads: Positive
     num_key_value_heads: Positive
     head_dim: Positive
     intermediate_size: Positive
     rope_theta: Real
+    rope_scaling: dict[str, Any] | None
     max_position_embeddings: Positive
     rms_norm_eps: Real
+    sliding_window: Positive | None
+    norms: Literal["eagle3", "eagle3.1"]
     norm_before_residual: Flag
-    norm_before_fc: Flag
-    norm_output: Flag
 
 
 class Train(Block):
     gpus: Count
+    init_from: str | None
     dtype: Literal["auto", "bfloat16", "float32"]
     held_out: Annotated[float, Field(gt=0, lt=1)]
     epochs: Positive
@@ -197,12 +212,32 @@ def _explain(error: dict) -> str:
     return f"{name}: {error['msg']}, found {error['input']!r}"
 
 
+def with_reference(values: dict) -> dict:
+    """One layer of the config, a file or the command line, with what its `draft` block leaves
+    out taken from the draft.reference that it names. Layers below it are then no matter.
+
+    Raises:
+        ConfigError: the reference is not there, or no draft's config.
+    """
+    draft = values.get("draft")
+    if not isinstance(draft, dict) or not draft.get("reference"):
+        return values
+    # One that comes with the workflow is found from any working directory.
+    path = Path(draft["reference"])
+    path = path if path.exists() else ROOT / path
+    try:
+        return {**values, "draft": draft_fields(path) | draft}
+    except ValueError as error:
+        raise ConfigError(f"config: draft.reference: {error}") from None
+
+
 def load_config(values: dict) -> Config:
     """Check a config read from YAML.
 
     Raises:
         ConfigError: all that is wrong with it, one line a key.
     """
+    values = with_reference(values)
     # A run or data set named 10 is a number to YAML and a name to everybody else.
     values = dict(values)
     for block in ("data", "runs"):
@@ -250,6 +285,12 @@ def load_config(values: dict) -> Config:
         problems.append(
             f"draft.num_attention_heads: {config.draft.num_attention_heads} is no multiple of "
             f"draft.num_key_value_heads, {config.draft.num_key_value_heads}"
+        )
+    scaling = config.draft.rope_scaling or {"rope_type": ROPE_TYPES[0]}
+    if scaling.get("rope_type") not in ROPE_TYPES:
+        problems.append(
+            f"draft.rope_scaling: its rope_type must be one of {', '.join(ROPE_TYPES)}, "
+            f"found {scaling.get('rope_type')!r}"
         )
     if problems:
         raise ConfigError("config: " + "\n        ".join(problems))

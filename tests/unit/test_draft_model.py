@@ -22,9 +22,8 @@ def shape(**changes) -> DraftShape:
         "rope_theta": 10000.0,
         "max_position_embeddings": 256,
         "rms_norm_eps": 1e-5,
+        "norms": "eagle3",
         "norm_before_residual": False,
-        "norm_before_fc": False,
-        "norm_output": False,
     }
     return DraftShape(**values | changes)
 
@@ -67,7 +66,7 @@ def batch(hidden=64, lengths=(9, 14, 5), padding=4) -> dict[str, torch.Tensor]:
     [
         {},
         {"norm_before_residual": True},
-        {"norm_before_fc": True, "norm_output": True},
+        {"norms": "eagle3.1"},
         {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16},
     ],
 )
@@ -104,7 +103,7 @@ def test_a_batch_without_supervised_tokens_adds_nothing(inputs):
 
 
 def test_exported_names_shapes_and_dtypes(inputs):
-    for changes in ({}, {"norm_before_fc": True}, {"num_hidden_layers": 2}):
+    for changes in ({}, {"norms": "eagle3.1"}, {"num_hidden_layers": 2}):
         draft_shape = shape(**changes)
         verifier = load_verifier_config(inputs / "verifier")
         tensors = flat_tensors(model_of(Eagle3DraftModel, inputs, draft_shape))

@@ -281,6 +281,7 @@ def train(job: Path, out: Path) -> list[str]:
     tree = job / "results/tiny"
     options = {
         "vocab": tree / "vocab_tiny.safetensors",
+        "draft-vocab-size": 384,
         "verifier": tree / "verifier",
         "identity": tree / "verifier.json",
         "state": out / "state",
@@ -293,6 +294,7 @@ def train(job: Path, out: Path) -> list[str]:
         "rope-theta": 10000.0,
         "max-position-embeddings": 512,
         "rms-norm-eps": 1e-5,
+        "norms": "eagle3",
         "epochs": 3,
         "optimizer": "muon",
         "lr": 0.005,
