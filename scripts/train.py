@@ -434,6 +434,7 @@ def main() -> None:
 def train(args) -> None:
     import signal
 
+    from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.core import Eagle3DraftModel
 
     from eyrie.draft_model import CPUEagle3DraftModel
@@ -485,6 +486,9 @@ def train(args) -> None:
         told += [f"starts from {args.init_from}", *(f"but for {line}" for line in found)]
     print("".join(f"train: {line}\n" for line in told), end="", flush=True)
     call = {"ttt_steps": args.ttt_steps, "ttt_step_loss_decay": args.ttt_decay}
+    if cpu:
+        # The stock model's fused losses need Triton.
+        call["loss_config"] = resolve_loss_config("kl_div", "eager")
     config = flat_config(shape, verifier, args.layer_ids, size)
 
     def add_noise(hidden: torch.Tensor, step: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -18,8 +19,18 @@ from pydantic import (
 from eyrie.reference import draft_fields
 
 ROOT = Path(__file__).parents[2]
-# What training and vLLM compute alike. Others depend on the length of what is served.
-ROPE_TYPES = ("linear", "llama3", "yarn")
+# What training and vLLM compute alike, and the keys that each needs beside rope_type. Others
+# depend on the length of what is served.
+ROPE_TYPES = {
+    "linear": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings"},
+    "llama3": {
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    },
+}
 
 
 def from_command_line(value):
@@ -27,6 +38,10 @@ def from_command_line(value):
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+def from_yaml(value):
+    return yaml.safe_load(value) if isinstance(value, str) else value
 
 
 # 4.0, 32k and true are mistakes where a count is meant.
@@ -121,7 +136,8 @@ class Draft(Block):
     head_dim: Positive
     intermediate_size: Positive
     rope_theta: Real
-    rope_scaling: dict[str, Any] | None
+    # Numbers of the command line are text here, too.
+    rope_scaling: dict[str, Annotated[Any, BeforeValidator(from_yaml)]] | None
     max_position_embeddings: Positive
     rms_norm_eps: Real
     sliding_window: Positive | None
@@ -286,12 +302,15 @@ def load_config(values: dict) -> Config:
             f"draft.num_attention_heads: {config.draft.num_attention_heads} is no multiple of "
             f"draft.num_key_value_heads, {config.draft.num_key_value_heads}"
         )
-    scaling = config.draft.rope_scaling or {"rope_type": ROPE_TYPES[0]}
-    if scaling.get("rope_type") not in ROPE_TYPES:
+    scaling = config.draft.rope_scaling or {}
+    kind = scaling.get("rope_type")
+    if scaling and kind not in ROPE_TYPES:
         problems.append(
             f"draft.rope_scaling: its rope_type must be one of {', '.join(ROPE_TYPES)}, "
-            f"found {scaling.get('rope_type')!r}"
+            f"found {kind!r}"
         )
+    if missing := ROPE_TYPES.get(kind, set()) - scaling.keys():
+        problems.append(f"draft.rope_scaling: {kind} needs {', '.join(sorted(missing))}, too")
     if problems:
         raise ConfigError("config: " + "\n        ".join(problems))
     return config

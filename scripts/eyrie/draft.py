@@ -74,7 +74,8 @@ def layer_config(shape: DraftShape, verifier: VerifierConfig) -> dict:
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": shape.rope_scaling,
+        # A copy: LlamaConfig writes into it.
+        "rope_scaling": shape.rope_scaling and dict(shape.rope_scaling),
         "max_position_embeddings": shape.max_position_embeddings,
         "attention_bias": False,
         "attention_dropout": 0.0,

@@ -96,12 +96,12 @@ def good_map() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 BAD_MAPS = {
-    "ids for offsets": lambda d2t, t2d: (torch.arange(4) + d2t, t2d),
-    "ids that ascend from 0": lambda d2t, t2d: (torch.arange(4), t2d),
+    "ids for offsets": lambda d2t, t2d: (torch.arange(len(d2t)) + d2t, t2d),
+    "ids that ascend from 0": lambda d2t, t2d: (torch.arange(len(d2t)) // 2, t2d),
     "no offsets": lambda d2t, t2d: (torch.zeros_like(d2t), t2d),
-    "offsets past the vocabulary": lambda d2t, t2d: (d2t + 5, t2d),
+    "offsets past the vocabulary": lambda d2t, t2d: (d2t + len(t2d), t2d),
     "offsets below 0": lambda d2t, t2d: (d2t - 2, t2d),
-    "a token twice": lambda d2t, t2d: (torch.tensor([1, 0, 0, 3]), t2d),
+    "a token twice": lambda d2t, t2d: (d2t - torch.eye(len(d2t), dtype=torch.int64)[1], t2d),
     "int32 offsets": lambda d2t, t2d: (d2t.int(), t2d),
     "float offsets": lambda d2t, t2d: (d2t.float(), t2d),
     "offsets of rank 2": lambda d2t, t2d: (d2t[None], t2d),

@@ -219,12 +219,18 @@ def test_an_edit_reruns_what_uses_it(job, tmp_path):
     bench.write_text(bench.read_text().replace("WARM_UP = 2", "WARM_UP = 3"))
     assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == {"bench", "report"}
     assert jobs_of(snakemake(job, "-n", REPORT, "--config", "extract={max_num_seqs: 4}")) == set()
-    assert jobs_of(snakemake(job, "-n", REPORT, "--config", "train={lr: 0.5}")) == {
-        "train",
-        "check",
-        "bench",
-        "report",
-    }
+    trained = {"train", "check", "bench", "report"}
+    shape = str(repo / "configs/reference/kimi_k2_eagle3.json")
+    for change, jobs in {
+        "train={lr: 0.5}": trained,
+        "train={init_from: inputs/draft}": trained,
+        "draft={sliding_window: 8}": trained,
+        f"draft={{reference: {shape}}}": trained,
+        "vocab={draft_vocab_size: 300}": {"vocab", *trained},
+        "vocab={draft_vocab_size: full}": {"vocab", *trained},
+    }.items():
+        (job / "inputs/draft").mkdir(exist_ok=True)
+        assert jobs_of(snakemake(job, "-n", REPORT, "--config", change)) == jobs, change
 
 
 def copy_of_repo(folder: Path) -> Path:
@@ -274,6 +280,76 @@ def test_a_damaged_shard_is_set_aside_and_made_again(job):
     command[2:] = ["list", str(store)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "tiny: " in done.stdout and "(no output)" not in done.stdout
+
+
+def test_a_size_that_no_verifier_has_stops_extraction_before_the_engine(job, tmp_path):
+    """Of a verifier that is not there yet when the run is planned."""
+    script = str(ROOT / "scripts/extract.py")
+    options = {
+        "shards": job / "results/tiny/data/tiny/shards/00000.safetensors",
+        "out": tmp_path / "out",
+        "store": tmp_path / "store",
+        "verifier": job / "inputs/verifier",
+        "identity": job / "results/tiny/verifier.json",
+        "summary": tmp_path / "summary",
+        "log": tmp_path / "log",
+        "layer-ids": 1,
+        "answers": "verifier",
+        "draft-vocab-size": 513,
+        "max-model-len": 128,
+        "max-num-seqs": 1,
+        "max-num-batched-tokens": 128,
+    }
+    options = [str(part) for name, value in options.items() for part in ("--" + name, value)]
+    command = [sys.executable, script, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "extract: vocab.draft_vocab_size: 513 is more than" in done.stderr
+
+
+def test_a_map_of_other_data_or_another_size_is_refused(job, tmp_path):
+    command = train(job, tmp_path)
+    last = command.index("--vocab") - 1
+    fewer = [*command[:last], *command[last + 1 :]]
+    for arguments, message in (
+        ([*command, "--draft-vocab-size", "300"], "draft_vocab_size is 384, not 300"),
+        ([*command, "--held-out", "0.3"], "held_out is 0.2, not 0.3"),
+        (fewer, "data is "),
+    ):
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "vocab_tiny.safetensors: not the vocabulary map" in done.stderr
+        assert message in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_draft_of_the_whole_vocabulary_with_a_window_from_another_draft(job, tmp_path):
+    """Trained on the same states, checked and served."""
+    copy = tmp_path / "job"
+    subprocess.run(["cp", "-a", job, copy], check=True)
+    shutil.copytree(copy / "results/tiny/ckpt_tiny", copy / "first")
+    config = [
+        "vocab={draft_vocab_size: full}",
+        "draft={sliding_window: 8, rope_scaling: {rope_type: linear, factor: 2.0}}",
+        "train={init_from: first, lr: 0, muon_lr: 0}",
+    ]
+    output = snakemake(copy, "results/tiny/bench_tiny.json", "--config", *config)
+    assert "train: the draft is not as the verifier: draft.sliding_window 8" in output
+    assert "train: starts from first" in output
+    folder = copy / "results/tiny/ckpt_tiny"
+    found = json.loads((folder / "config.json").read_text())
+    assert found["draft_vocab_size"] == found["vocab_size"] == 512
+    assert (found["sliding_window"], found["layer_types"]) == (8, ["sliding_attention"])
+    assert found["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    # Nothing was learnt, so all that is trained is the other draft's.
+    weights, others = (load_file(f / "model.safetensors") for f in (folder, copy / "first"))
+    assert "d2t" in others and not {"d2t", "t2d"} & weights.keys()
+    assert weights["lm_head.weight"].shape == (512, 64)
+    for name in weights.keys() - {"lm_head.weight"}:
+        assert torch.equal(weights[name], others[name]), name
+    bench = json.loads((copy / "results/tiny/bench_tiny.json").read_text())
+    assert bench["methods"][2]["drafts"] > 0
+    assert all(m["identical"] == m["prompts"] == 4 for m in bench["methods"])
 
 
 def train(job: Path, out: Path) -> list[str]:
@@ -345,6 +421,8 @@ def test_training_stopped_and_killed_ends_with_the_same_weights(job, tmp_path):
         (["--config", "epochs=3"], "epochs: there is no such key"),
         (["--config", "train={epoch: 3}"], "did you mean epochs"),
         (["--config", "train={epochs: many}"], "train.epochs"),
+        (["--config", "vocab={draft_vocab_size: 513}"], "513 is more than the verifier's"),
+        (["--config", "draft={reference: none.json}"], "none.json: cannot be read as a draft's"),
         (["results/tiny/report_2k.html"], "run '2k' is not defined: the config has"),
     ],
 )
