@@ -27,7 +27,7 @@ from eyrie.hidden import HiddenStates, split
 from eyrie.verifier import load_verifier_config
 
 LAYER_IDS, TTT_STEPS = [2, 15, 27], 3
-SHAPE = DraftShape(1, 9, 3, 64, 1536, 1e5, 8192, 1e-5, False, True, True)
+SHAPE = DraftShape(1, 9, 3, 64, 1536, 1e5, 8192, 1e-5, "eagle3.1", False)
 
 
 def main() -> None:

@@ -11,13 +11,16 @@ sys.path.insert(0, str(SCRIPTS))
 
 from snakemake.exceptions import WorkflowError
 from snakemake.resources import Resource
+from snakemake.utils import update_config
 
 from eyrie import provenance
-from eyrie.config import ConfigError, load_config
+from eyrie.config import ConfigError, load_config, with_reference
 from eyrie.files import sha256_file
-from eyrie.verifier import read_text_config
+from eyrie.verifier import draft_size, read_text_config
 
 try:
+    # A reference that a file or the command line names goes over config.yaml's own shape.
+    update_config(config, with_reference(workflow.config_settings.overwrite_config))
     C = load_config(config)
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
@@ -76,14 +79,26 @@ def hidden_of(wildcards):
     return [f"{R}/data/{data}/hidden/{name}.safetensors" for name in shard_names(data)]
 
 
+def known_verifier():
+    """The verifier's text config, as far as it is written down; {} until the verifier is there."""
+    folders = [Path(R) / "verifier", Path(C.verifier.source.removeprefix("path:"))]
+    known = [folder for folder in folders if (folder / "config.json").exists()]
+    return read_text_config(known[0]) if known else {}
+
+
+try:
+    VERIFIER = known_verifier()
+    if "vocab_size" in VERIFIER:
+        for settings in (C, *C.runs.values()):
+            draft_size(settings.vocab.draft_vocab_size, VERIFIER["vocab_size"])
+except ValueError as error:
+    raise WorkflowError(f"config: {error}") from None
+
+
 def states_mb(data):
     """The disk that a data set's states may take: every row as long as it may be."""
-    folders = [Path(R) / "verifier", Path(C.verifier.source.removeprefix("path:"))]
-    known = [folder / "config.json" for folder in folders if (folder / "config.json").exists()]
     # Until the verifier is there, the draft's heads tell its size closely enough for a plan.
-    hidden = C.draft.num_attention_heads * C.draft.head_dim
-    if known:
-        hidden = read_text_config(known[0].parent)["hidden_size"]
+    hidden = VERIFIER.get("hidden_size", C.draft.num_attention_heads * C.draft.head_dim)
     tokens = C.data[data].conversations * C.shard.max_length
     element = {"bf16": 2, "fp8": 1}[C.extract.states]
     return tokens * (len(C.extract.layer_ids) + 1) * hidden * element // 10**6

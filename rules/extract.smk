@@ -25,6 +25,8 @@ for data in C.data:
             kv_cache_gib=C.extract.kv_cache_gib,
             max_num_seqs=C.extract.max_num_seqs,
             max_num_batched_tokens=C.extract.max_num_batched_tokens,
+            # Only compared with the verifier's, before any work.
+            draft_vocab_size=C.vocab.draft_vocab_size,
         params:
             store=f"{R}/.state/store",
             layer_ids=C.extract.layer_ids,
@@ -51,6 +53,7 @@ for data in C.data:
                 --summary {output.summary:q} \
                 --log {log:q} \
                 --layer-ids {params.layer_ids} \
+                --draft-vocab-size {resources.draft_vocab_size} \
                 --states {params.states} \
                 --answers {params.answers} \
                 --max-new-tokens {params.max_new_tokens} \

@@ -5,12 +5,24 @@ def launch(wildcards):
     return processes if gpus > 1 else []
 
 
+def init_from(wildcards):
+    """The draft to start from, if there is one."""
+    folder = C.runs[wildcards.run].train.init_from
+    return [folder] if folder else []
+
+
+def as_json(block, key):
+    """As of_run, of a value that may be null or a mapping."""
+    return lambda wildcards: json.dumps(of_run(block, key)(wildcards), sort_keys=True)
+
+
 rule train:
     input:
         hidden=hidden_of,
         vocab=f"{R}/vocab_{{run}}.safetensors",
         verifier=f"{R}/verifier",
         identity=f"{R}/verifier.json",
+        init=init_from,
     output:
         directory(f"{R}/ckpt_{{run}}"),
     log:
@@ -26,6 +38,8 @@ rule train:
     params:
         state=lambda wildcards: f"{R}/.state/train/{wildcards.run}",
         tensorboard=lambda wildcards: f"{R}/logs/tensorboard/{wildcards.run}",
+        init=lambda wildcards, input: ["--init-from", *input.init] if input.init else [],
+        draft_vocab_size=of_run("vocab", "draft_vocab_size"),
         layer_ids=C.extract.layer_ids,
         num_hidden_layers=of_run("draft", "num_hidden_layers"),
         num_attention_heads=of_run("draft", "num_attention_heads"),
@@ -33,13 +47,14 @@ rule train:
         head_dim=of_run("draft", "head_dim"),
         intermediate_size=of_run("draft", "intermediate_size"),
         rope_theta=of_run("draft", "rope_theta"),
+        rope_scaling=as_json("draft", "rope_scaling"),
         max_position_embeddings=of_run("draft", "max_position_embeddings"),
         rms_norm_eps=of_run("draft", "rms_norm_eps"),
-        norms=lambda wildcards: [
-            *flag("norm-before-residual", C.runs[wildcards.run].draft.norm_before_residual),
-            *flag("norm-before-fc", C.runs[wildcards.run].draft.norm_before_fc),
-            *flag("norm-output", C.runs[wildcards.run].draft.norm_output),
-        ],
+        sliding_window=as_json("draft", "sliding_window"),
+        norms=of_run("draft", "norms"),
+        norm_before_residual=lambda wildcards: flag(
+            "norm-before-residual", C.runs[wildcards.run].draft.norm_before_residual
+        ),
         dtype=of_run("train", "dtype"),
         held_out=of_run("train", "held_out"),
         epochs=of_run("train", "epochs"),
@@ -65,9 +80,11 @@ rule train:
         python {params.launch} "$SCRIPTS/train.py" \
             --hidden {input.hidden:q} \
             --vocab {input.vocab:q} \
+            --draft-vocab-size {params.draft_vocab_size} \
             --verifier {input.verifier:q} \
             --identity {input.identity:q} \
             {params.trust:q} \
+            {params.init:q} \
             --state {params.state:q} \
             --out {output:q} \
             --log {log:q} \
@@ -78,9 +95,12 @@ rule train:
             --head-dim {params.head_dim} \
             --intermediate-size {params.intermediate_size} \
             --rope-theta {params.rope_theta} \
+            --rope-scaling {params.rope_scaling:q} \
             --max-position-embeddings {params.max_position_embeddings} \
             --rms-norm-eps {params.rms_norm_eps} \
-            {params.norms} \
+            --sliding-window {params.sliding_window} \
+            --norms {params.norms} \
+            {params.norm_before_residual} \
             --dtype {params.dtype} \
             --held-out {params.held_out} \
             --epochs {params.epochs} \

@@ -2,6 +2,8 @@ rule vocab:
     input:
         hidden=hidden_of,
         verifier=f"{R}/verifier",
+        identity=f"{R}/verifier.json",
+        prompts=f"{R}/prompts",
     output:
         map=f"{R}/vocab_{{run}}.safetensors",
         summary=f"{R}/vocab_{{run}}.json",
@@ -22,7 +24,9 @@ rule vocab:
         python "$SCRIPTS/vocab.py" \
             --hidden {input.hidden:q} \
             --verifier {input.verifier:q} \
+            --identity {input.identity:q} \
             {params.trust:q} \
+            --prompts {input.prompts:q} \
             --size {params.size} \
             --min-coverage {params.min_coverage} \
             --held-out {params.held_out} \

@@ -41,6 +41,7 @@ from eyrie.shards import (
 from eyrie.teacher import SAMPLE, Teacher
 from eyrie.verifier import (
     VerifierConfig,
+    draft_size,
     extraction_ids,
     load_verifier_config,
     read_text_config,
@@ -541,6 +542,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draft-vocab-size", default="full", help="of drafts to be trained")
     parser.add_argument("--states", choices=["bf16", "fp8"], default="bf16", help="on disk")
     engine.add_arguments(parser)
     args = parser.parse_args()
@@ -550,9 +552,11 @@ def main() -> None:
     started = time.time()
     try:
         text = read_text_config(args.verifier)
-        if "num_hidden_layers" not in text:
+        if not {"num_hidden_layers", "vocab_size"} <= text.keys():
             text = load_verifier_config(args.verifier, args.trust_remote_code).text
         args.layer_ids = extraction_ids(args.layer_ids, text["num_hidden_layers"])
+        # Told now, not after hours of extraction.
+        draft_size(args.draft_vocab_size, text["vocab_size"])
         # The folder's own record of how long it took to fetch decides no number.
         identity = json.loads(args.identity.read_text())
         identity = json.dumps([identity["source"], identity["files"]])

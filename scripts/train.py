@@ -19,11 +19,17 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from safetensors.torch import load_file
 from speculators.train.trainer import TrainerConfig
 
 from eyrie.batches import HiddenRows, make_loader
-from eyrie.draft import DraftShape, build_model, flat_config, flat_tensors, write_flat
+from eyrie.draft import (
+    DraftShape,
+    build_model,
+    differences,
+    flat_config,
+    flat_tensors,
+    write_flat,
+)
 from eyrie.engine import resolve_dtype
 from eyrie.files import link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
@@ -31,7 +37,9 @@ from eyrie.hidden import HiddenStates, split
 from eyrie.provenance import peak_rss_bytes, versions
 from eyrie.shards import ShardError
 from eyrie.trainer import DraftTrainer, Interrupted, join_processes
-from eyrie.verifier import load_verifier_config
+from eyrie.verifier import draft_size, load_verifier_config
+from eyrie.vocab import load_map, made_of
+from eyrie.warm_start import content, warm_start
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +47,11 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         option = "--" + field.name.replace("_", "-")
         if field.type is bool:
             parser.add_argument(option, action="store_true")
+        elif field.default is None:
+            parser.add_argument(option, type=json.loads, help="JSON, null by default")
         else:
-            parser.add_argument(option, type=field.type, required=True)
+            choices = ["eagle3", "eagle3.1"] if field.name == "norms" else None
+            parser.add_argument(option, type=field.type, choices=choices, required=True)
 
 
 def digest(args, shape: DraftShape, states: HiddenStates, ranks: int) -> str:
@@ -52,6 +63,7 @@ def digest(args, shape: DraftShape, states: HiddenStates, ranks: int) -> str:
         "shape": asdict(shape),
         "layer_ids": args.layer_ids,
         "batches_a_step": ranks * args.gradient_accumulation,
+        "init_from": content(args.init_from) if args.init_from else None,
         "settings": {
             k: v
             for k, v in sorted(vars(args).items())
@@ -104,7 +116,8 @@ def publish(args, state: Path, history: list[dict], manifest: dict) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=Path, nargs="+", required=True, help="hidden shards")
-    parser.add_argument("--vocab", type=Path, required=True)
+    parser.add_argument("--vocab", type=Path, required=True, help="the map")
+    parser.add_argument("--draft-vocab-size", required=True, help="the map's, or full")
     parser.add_argument("--verifier", type=Path, required=True)
     parser.add_argument("--identity", type=Path, required=True, help="the verifier's identity")
     parser.add_argument("--trust-remote-code", action="store_true")
@@ -112,6 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's folder")
     parser.add_argument("--layer-ids", type=int, nargs="+", required=True)
     add_shape_arguments(parser)
+    parser.add_argument("--init-from", type=Path, help="folder of a draft to start from")
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--optimizer", choices=["muon", "adamw"], required=True)
     parser.add_argument("--lr", type=float, required=True)
@@ -148,6 +162,7 @@ def main() -> None:
 
 
 def train(args) -> None:
+    from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.core import Eagle3DraftModel
 
     from eyrie.draft_model import CPUEagle3DraftModel
@@ -163,10 +178,12 @@ def train(args) -> None:
         )
     shape = DraftShape(**{f.name: getattr(args, f.name) for f in fields(DraftShape)})
     verifier = load_verifier_config(args.verifier, args.trust_remote_code)
-    vocab = load_file(args.vocab)
-    size = len(vocab["d2t"])
     states = HiddenStates(args.hidden)
     states.require_layers(verifier.extraction_ids(args.layer_ids))
+    size = draft_size(args.draft_vocab_size, verifier.vocab_size)
+    identity = json.loads(args.identity.read_text())
+    map_of = made_of(identity, states.rows, args.held_out, size)
+    d2t, t2d = load_map(args.vocab, map_of, verifier.vocab_size)
     state = args.state / digest(args, shape, states, ranks)
     state.mkdir(parents=True, exist_ok=True)
     training, held_out = (
@@ -189,9 +206,9 @@ def train(args) -> None:
         )
 
     torch.manual_seed(args.seed)
-    cls = (
-        CPUEagle3DraftModel if not args.gpus and shape.num_hidden_layers == 1 else Eagle3DraftModel
-    )
+    cpu = not args.gpus
+    plain = shape.num_hidden_layers == 1 and not shape.sliding_window
+    cls = CPUEagle3DraftModel if cpu and plain else Eagle3DraftModel
     model = build_model(
         cls,
         shape,
@@ -200,10 +217,19 @@ def train(args) -> None:
         args.layer_ids,
         args.ttt_steps,
         size,
-        vocab["d2t"],
-        vocab["t2d"],
+        d2t,
+        t2d,
     ).float()
+    told = [f"the draft is not as the verifier: {line}" for line in differences(shape, verifier)]
+    if args.init_from:
+        found = warm_start(model, shape, args.init_from)
+        told += [f"starts from {args.init_from}", *(f"but for {line}" for line in found)]
+    if not rank:
+        print("".join(f"train: {line}\n" for line in told), end="", flush=True)
     call = {"ttt_steps": args.ttt_steps, "ttt_step_loss_decay": args.ttt_decay}
+    if cpu:
+        # The stock model's fused losses need Triton.
+        call["loss_config"] = resolve_loss_config("kl_div", "eager")
     config = flat_config(shape, verifier, args.layer_ids, size)
 
     def on_epoch(epoch: int, metrics: dict) -> None:
@@ -260,7 +286,6 @@ def train(args) -> None:
     trainer.run()
     if rank:
         return
-    identity = json.loads(args.identity.read_text())
     manifest = publish(
         args,
         state,
@@ -270,7 +295,8 @@ def train(args) -> None:
             "data": [rows.metadata["fingerprint"] for rows in states.rows],
             "rows": rows,
             "config": {k: v for k, v in vars(args).items() if not isinstance(v, (Path, list))}
-            | {"layer_ids": args.layer_ids, "draft_vocab_size": size},
+            | {"layer_ids": args.layer_ids, "draft_vocab_size": size}
+            | ({"init_from": str(args.init_from)} if args.init_from else {}),
             "versions": versions(),
             "seconds": round(sum(r.get("seconds", 0) for r in trainer.history), 2),
             "wall_seconds": round(time.time() - started, 2),

@@ -1,39 +1,62 @@
-"""Choose the draft's vocabulary: the tokens that the verifier writes most, and every special one.
-
-d2t holds offsets: draft token i is verifier token i + d2t[i], as vLLM and SGLang read it.
+"""Choose the draft's vocabulary: the tokens that the verifier writes most, and those without which
+some text could not be written or ended.
 """
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from tokenizers.pre_tokenizers import ByteLevel
 
-from eyrie.chat import load_tokenizer
-from eyrie.files import atomic, log_line, write_json
+from eyrie.chat import Chat, load_tokenizer
+from eyrie.files import log_line, write_json
 from eyrie.hidden import split
+from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes
-from eyrie.shards import ShardError, read_rows
-from eyrie.verifier import load_verifier_config
+from eyrie.shards import Rows, ShardError, read_rows
+from eyrie.sources import DataError
+from eyrie.verifier import draft_size, load_verifier_config
+from eyrie.vocab import made_of, save_map
 
 
-def choose(counts: torch.Tensor, always: list[int], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pick `size` of the verifier's tokens: `always`, then by count, ties by id.
+def pinned(tokenizer, eos_token_ids: list[int], vocab_size: int) -> list[int]:
+    """The tokens that are always in, ascending: special ones, those that end a turn or a text, and
+    those of single bytes, of which any text can be made.
 
-    counts int64 [V] -> d2t int64 [size], t2d bool [V].
+    Byte tokens are SentencePiece's <0x00> to <0xFF>, or the characters that byte-level BPE writes
+    bytes as, as far as the tokenizer has them.
+    """
+    vocabulary = tokenizer.get_vocab()
+    alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+    if alphabet[0] not in vocabulary:
+        alphabet = ByteLevel.alphabet()
+    single = [vocabulary[token] for token in alphabet if token in vocabulary]
+    # Some tokenizers have tokens for which the model has no row.
+    ids = {*Chat(tokenizer).special, *eos_token_ids, *single}
+    return sorted(i for i in ids if i < vocab_size)
+
+
+def choose(
+    counts: torch.Tensor, always: list[int], size: int, real: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pick `size` of the verifier's tokens: `always`, then by count, then `real` ones before the
+    padding of its embeddings, then by id.
+
+    counts int64 [V], real bool [V] -> d2t int64 [size], t2d bool [V].
 
     Raises:
-        ValueError: a size that the vocabulary or the tokens that must be in cannot fill.
+        ValueError: there is no room for `always`.
     """
-    if not len(always) <= size <= len(counts):
+    if size < len(always):
         raise ValueError(
-            f"draft_vocab_size {size:,}: must be between {len(always):,}, the special tokens that "
-            f"are always in, and {len(counts):,}, the verifier's vocabulary"
+            f"vocab.draft_vocab_size: {size:,} leaves no room for the {len(always):,} special, "
+            "end-of-turn and byte tokens that are always in; raise it"
         )
-    rank = counts.clone()
-    rank[always] = counts.max() + 1
+    rank = 2 * counts + real
+    rank[always] = rank.max() + 1
     order = torch.argsort(rank, descending=True, stable=True)
     chosen = order[:size].sort().values
     t2d = torch.zeros(len(counts), dtype=torch.bool)
@@ -41,12 +64,28 @@ def choose(counts: torch.Tensor, always: list[int], size: int) -> tuple[torch.Te
     return chosen - torch.arange(size), t2d
 
 
+def count(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Token ids [n] -> how often each of the verifier's occurs, int64 [vocab_size]."""
+    return torch.bincount(ids.long(), minlength=vocab_size)[:vocab_size]
+
+
+def supervised(shards: list[Rows], rows: list[tuple[int, int]]) -> torch.Tensor:
+    """The tokens of some rows that are trained on, int32 [n]."""
+    return torch.cat([shards[s].row(i)[shards[s].mask(i)] for s, i in rows])
+
+
+def covered(counts: torch.Tensor, t2d: torch.Tensor) -> float:
+    return round(float(counts[t2d].sum() / counts.sum().clamp(min=1)), 6)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=Path, nargs="+", required=True, help="hidden shards")
     parser.add_argument("--verifier", type=Path, required=True)
+    parser.add_argument("--identity", type=Path, required=True, help="the verifier's identity")
     parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--prompts", type=Path, required=True, help="the benchmark's")
+    parser.add_argument("--size", required=True, help="tokens, or full: the verifier's")
     parser.add_argument("--held-out", type=float, required=True, help="fraction left out")
     parser.add_argument("--min-coverage", type=float, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -57,43 +96,55 @@ def main() -> None:
     started = time.time()
     try:
         verifier = load_verifier_config(args.verifier, args.trust_remote_code)
+        size = draft_size(args.size, verifier.vocab_size)
         tokenizer = load_tokenizer(args.verifier, args.trust_remote_code)
         shards = [read_rows(path) for path in args.hidden]
-        training, _ = split(shards, args.held_out)
-        counts = torch.zeros(verifier.vocab_size, dtype=torch.int64)
-        for shard, index in training:
-            written = shards[shard].row(index)[shards[shard].mask(index)]
-            counts += torch.bincount(written.long(), minlength=verifier.vocab_size)
-        always = sorted({*tokenizer.all_special_ids, *verifier.eos_token_ids})
-        d2t, t2d = choose(counts, always, args.size)
-    except (ValueError, ShardError) as error:
+        counts, held_out = (
+            count(supervised(shards, rows), verifier.vocab_size)
+            for rows in split(shards, args.held_out)
+        )
+        texts = [text for prompt in read_prompts(args.prompts) for text in prompt["asked"]]
+        asked = [i for text in texts for i in tokenizer(text, add_special_tokens=False).input_ids]
+        prompts = count(torch.tensor(asked), verifier.vocab_size)
+        always = pinned(tokenizer, verifier.eos_token_ids, verifier.vocab_size)
+        real = count(torch.tensor([*tokenizer.get_vocab().values()]), verifier.vocab_size) > 0
+        d2t, t2d = choose(counts, always, size, real)
+    except (ValueError, ShardError, DataError) as error:
         sys.exit(f"vocab: {error}")
-    coverage = float(counts[t2d].sum() / counts.sum().clamp(min=1))
+    coverage = covered(counts, t2d)
     if coverage < args.min_coverage:
         sys.exit(
-            f"vocab: {args.size:,} tokens cover {coverage:.1%} of the supervised ones, "
+            f"vocab: {size:,} tokens cover {coverage:.1%} of the supervised ones, "
             f"vocab.min_coverage asks for {args.min_coverage:.1%}: raise vocab.draft_vocab_size"
         )
     # How much smaller or larger vocabularies would cover, for the report's curve.
     ranked = counts.sort(descending=True).values.cumsum(0) / counts.sum().clamp(min=1)
     sizes = [2**n for n in range(8, 20) if 2**n <= len(counts)]
     summary = {
-        "draft_vocab_size": args.size,
+        "draft_vocab_size": size,
         "verifier_vocab_size": verifier.vocab_size,
-        "coverage": round(coverage, 6),
+        "coverage": coverage,
+        "held_out_coverage": covered(held_out, t2d),
+        "prompts_coverage": covered(prompts, t2d),
         "distinct": int((counts > 0).sum()),
         "supervised_tokens": int(counts.sum()),
+        "held_out_tokens": int(held_out.sum()),
+        "prompts_tokens": int(prompts.sum()),
         "special_tokens": len(always),
         "coverage_by_size": {str(n): round(float(ranked[n - 1]), 6) for n in sizes},
     }
-    with atomic(args.out) as partial:
-        identity = {key: str(summary[key]) for key in ("coverage", "supervised_tokens")}
-        save_file({"d2t": d2t, "t2d": t2d}, partial, identity)
+    identity = json.loads(args.identity.read_text())
+    save_map(args.out, d2t, t2d, made_of(identity, shards, args.held_out, size))
     summary["seconds"] = round(time.time() - started, 2)
     summary["peak_rss_bytes"] = peak_rss_bytes()
     write_json(args.summary, summary)
-    log_line(args.log, size=args.size, coverage=summary["coverage"])
-    print(f"vocab: {args.size:,} tokens cover {coverage:.2%} of the supervised ones")
+    shares = {key: value for key, value in summary.items() if key.endswith("coverage")}
+    log_line(args.log, size=size, **shares)
+    print(
+        f"vocab: {size:,} tokens cover {coverage:.1%} of the supervised ones, "
+        f"{shares['held_out_coverage']:.1%} of those held out and "
+        f"{shares['prompts_coverage']:.1%} of the benchmark's prompts"
+    )
 
 
 if __name__ == "__main__":

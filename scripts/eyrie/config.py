@@ -2,8 +2,10 @@
 
 import datetime
 import difflib
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -11,7 +13,24 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    WrapValidator,
 )
+
+from eyrie.reference import draft_fields
+
+ROOT = Path(__file__).parents[2]
+# What training and vLLM compute alike, and the keys that each needs beside rope_type. Others
+# depend on the length of what is served.
+ROPE_TYPES = {
+    "linear": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings"},
+    "llama3": {
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    },
+}
 
 
 def from_command_line(value):
@@ -19,6 +38,10 @@ def from_command_line(value):
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+def from_yaml(value):
+    return yaml.safe_load(value) if isinstance(value, str) else value
 
 
 # 4.0, 32k and true are mistakes where a count is meant.
@@ -96,27 +119,35 @@ class Extract(Engine):
     runtime: Positive
 
 
+def or_full(value, number):
+    return value if value == "full" else number(value)
+
+
 class Vocab(Block):
-    draft_vocab_size: Positive
+    draft_vocab_size: Annotated[Positive, WrapValidator(or_full)]
     min_coverage: Fraction
 
 
 class Draft(Block):
+    reference: str | None
     num_hidden_layers: Positive
     num_attention_heads: Positive
     num_key_value_heads: Positive
     head_dim: Positive
     intermediate_size: Positive
     rope_theta: Real
+    # Numbers of the command line are text here, too.
+    rope_scaling: dict[str, Annotated[Any, BeforeValidator(from_yaml)]] | None
     max_position_embeddings: Positive
     rms_norm_eps: Real
+    sliding_window: Positive | None
+    norms: Literal["eagle3", "eagle3.1"]
     norm_before_residual: Flag
-    norm_before_fc: Flag
-    norm_output: Flag
 
 
 class Train(Block):
     gpus: Count
+    init_from: str | None
     dtype: Literal["auto", "bfloat16", "float32"]
     held_out: Annotated[float, Field(gt=0, lt=1)]
     epochs: Positive
@@ -207,11 +238,30 @@ def _explain(error: dict) -> str:
     return f"{name}: {error['msg']}, found {error['input']!r}"
 
 
+def with_reference(values: dict) -> dict:
+    """One layer of the config, a file or the command line, with what its `draft` block leaves
+    out taken from the draft.reference that it names. Layers below it are then no matter.
+
+    Raises:
+        ConfigError: the reference is not there, or no draft's config.
+    """
+    draft = values.get("draft")
+    if not isinstance(draft, dict) or not draft.get("reference"):
+        return values
+    # One that comes with the workflow is found from any working directory.
+    path = Path(draft["reference"])
+    path = path if path.exists() else ROOT / path
+    try:
+        return {**values, "draft": draft_fields(path) | draft}
+    except ValueError as error:
+        raise ConfigError(f"config: draft.reference: {error}") from None
+
+
 def _with_defaults(run, values: dict):
     """A run with the config's vocab, draft and train under its own keys."""
     if not isinstance(run, dict):
         return run
-    run = dict(run)
+    run = dict(with_reference(run))
     if isinstance(run.get("data"), int):
         run["data"] = str(run["data"])
     for block in ("vocab", "draft", "train"):
@@ -221,12 +271,31 @@ def _with_defaults(run, values: dict):
     return run
 
 
+def _shape_problems(draft: Draft) -> list[str]:
+    problems = []
+    if draft.num_attention_heads % draft.num_key_value_heads:
+        problems.append(
+            f"num_attention_heads: {draft.num_attention_heads} is no multiple of "
+            f"num_key_value_heads, {draft.num_key_value_heads}"
+        )
+    scaling = draft.rope_scaling or {}
+    kind = scaling.get("rope_type")
+    if scaling and kind not in ROPE_TYPES:
+        problems.append(
+            f"rope_scaling: its rope_type must be one of {', '.join(ROPE_TYPES)}, found {kind!r}"
+        )
+    if missing := ROPE_TYPES.get(kind, set()) - scaling.keys():
+        problems.append(f"rope_scaling: {kind} needs {', '.join(sorted(missing))}, too")
+    return problems
+
+
 def load_config(values: dict) -> Config:
     """Check a config read from YAML.
 
     Raises:
         ConfigError: all that is wrong with it, one line a key.
     """
+    values = with_reference(values)
     # A run or data set named 10 is a number to YAML and a name to everybody else.
     values = dict(values)
     for block in ("data", "runs"):
@@ -269,11 +338,7 @@ def load_config(values: dict) -> Config:
             f"extract.max_model_len, {config.extract.max_model_len}"
         )
     for name, run in config.runs.items():
-        if run.draft.num_attention_heads % run.draft.num_key_value_heads:
-            problems.append(
-                f"runs.{name}: draft.num_attention_heads, {run.draft.num_attention_heads}, is no "
-                f"multiple of draft.num_key_value_heads, {run.draft.num_key_value_heads}"
-            )
+        problems += [f"runs.{name}.draft.{problem}" for problem in _shape_problems(run.draft)]
     if problems:
         raise ConfigError("config: " + "\n        ".join(problems))
     return config

@@ -1,6 +1,5 @@
 """The draft: its config, its speculators model, and the flat checkpoint that vLLM loads."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from eyrie.files import atomic, write_json
-from eyrie.verifier import VerifierConfig
+from eyrie.reference import layer_fields
+from eyrie.verifier import VerifierConfig, load_head, load_tensor
 
 
 @dataclass
@@ -23,13 +23,45 @@ class DraftShape:
     rope_theta: float
     max_position_embeddings: int
     rms_norm_eps: float
+    norms: str  # eagle3, or eagle3.1: normed before fc, and passed on normed
     norm_before_residual: bool
-    norm_before_fc: bool
-    norm_output: bool
+    rope_scaling: dict | None = None
+    sliding_window: int | None = None  # tokens that each layer looks back, itself included
+
+    @property
+    def normed(self) -> bool:
+        return self.norms == "eagle3.1"
+
+
+def differences(shape: DraftShape, verifier: VerifierConfig) -> list[str]:
+    """In what the draft's layers are not the verifier's, a line a field."""
+    own = layer_fields(verifier.text)
+    del own["num_hidden_layers"]
+    return [
+        f"draft.{name} {getattr(shape, name)}, the verifier's {value}"
+        for name, value in own.items()
+        if value != getattr(shape, name)
+    ]
 
 
 def layer_config(shape: DraftShape, verifier: VerifierConfig) -> dict:
-    """The draft's decoder as a Llama config, no field left to a default."""
+    """The draft's decoder as a Llama config, no field left to a default.
+
+    Raises:
+        ValueError: transformers, and so vLLM, takes no such Llama.
+    """
+    if verifier.hidden_size % shape.num_attention_heads:
+        raise ValueError(
+            f"draft.num_attention_heads: {shape.num_attention_heads} does not divide the "
+            f"verifier's hidden_size, {verifier.hidden_size}; such a draft cannot be loaded"
+        )
+    window = {}
+    if shape.sliding_window:
+        # vLLM and transformers look back less only where layer_types says so.
+        window = {
+            "sliding_window": shape.sliding_window,
+            "layer_types": ["sliding_attention"] * shape.num_hidden_layers,
+        }
     return {
         "model_type": "llama",
         "vocab_size": verifier.vocab_size,
@@ -42,7 +74,8 @@ def layer_config(shape: DraftShape, verifier: VerifierConfig) -> dict:
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
+        # A copy: LlamaConfig writes into it.
+        "rope_scaling": shape.rope_scaling and dict(shape.rope_scaling),
         "max_position_embeddings": shape.max_position_embeddings,
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -53,6 +86,7 @@ def layer_config(shape: DraftShape, verifier: VerifierConfig) -> dict:
         "pretraining_tp": 1,
         "tie_word_embeddings": False,
         "use_cache": True,
+        **window,
     }
 
 
@@ -71,16 +105,16 @@ def flat_config(
         "draft_vocab_size": draft_vocab_size,
         "target_hidden_size": verifier.hidden_size,
         "norm_before_residual": shape.norm_before_residual,
-        "norm_before_fc": shape.norm_before_fc,
+        "norm_before_fc": shape.normed,
         "fc_norm": False,
-        "norm_output": shape.norm_output,
+        "norm_output": shape.normed,
         "num_aux_hidden_states": len(layer_ids),
         "eagle_aux_hidden_state_layer_ids": layer_ids,
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": layer_ids,
             "layer_ids": layer_ids,
             "use_aux_hidden_state": True,
-            "norm_before_fc": shape.norm_before_fc,
+            "norm_before_fc": shape.normed,
         },
     }
 
@@ -120,18 +154,22 @@ def expected_tensors(config: dict) -> dict[str, tuple[str, list[int]]]:
     return typed
 
 
-def flat_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A speculators Eagle3DraftModel's weights in bf16 under the flat checkpoint's names.
+def flat_name(name: str) -> str | None:
+    """What a speculators draft's weight is called in a flat checkpoint; None of the verifier's
+    own, which vLLM and SGLang share."""
+    if name.startswith(("embed_tokens.", "verifier_")):
+        return None
+    return name.replace("layers.0.", "midlayer.")
 
-    embed_tokens is left out: vLLM and SGLang then share the verifier's, of which it is a copy.
-    """
+
+def flat_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A speculators Eagle3DraftModel's weights in bf16 under the flat checkpoint's names."""
     tensors = {}
     for name, tensor in model.state_dict().items():
-        if name.startswith(("embed_tokens.", "verifier_")):
-            continue
-        if tensor.is_floating_point():
-            tensor = tensor.to(torch.bfloat16)
-        tensors[name.replace("layers.0.", "midlayer.")] = tensor.detach().cpu().contiguous()
+        if flat_name(name):
+            if tensor.is_floating_point():
+                tensor = tensor.to(torch.bfloat16)
+            tensors[flat_name(name)] = tensor.detach().cpu().contiguous()
     return tensors
 
 
@@ -140,6 +178,43 @@ def write_flat(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> 
     with atomic(folder / "model.safetensors") as partial:
         save_file(tensors, partial, {"format": "pt"})
     write_json(folder / "config.json", config)
+
+
+def speculator_config(
+    shape: DraftShape,
+    verifier: VerifierConfig,
+    layer_ids: list[int],
+    ttt_steps: int,
+    draft_vocab_size: int,
+):
+    """The config of speculators' Eagle3DraftModel."""
+    from speculators.config import SpeculatorsConfig
+    from speculators.config import VerifierConfig as SpeculatorsVerifier
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    layer = layer_config(shape, verifier)
+    del layer["model_type"]
+    return Eagle3SpeculatorConfig(
+        transformer_layer_config=LlamaConfig(
+            **layer,
+            attn_implementation="simple_flex_attention" if torch.cuda.is_available() else "sdpa",
+        ),
+        draft_vocab_size=draft_vocab_size,
+        norm_before_residual=shape.norm_before_residual,
+        norm_before_fc=shape.normed,
+        norm_output=shape.normed,
+        eagle_aux_hidden_state_layer_ids=layer_ids,
+        target_hidden_size=verifier.hidden_size,
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=ttt_steps)],
+            default_proposal_method="greedy",
+            # Its weights are read by `build_model`, wherever they lie.
+            verifier=SpeculatorsVerifier(name_or_path=None, architectures=[]),
+        ),
+    )
 
 
 def build_model(
@@ -153,41 +228,21 @@ def build_model(
     d2t: torch.Tensor,
     t2d: torch.Tensor,
 ):
-    """A speculators draft model of class `cls` with the verifier's embeddings, head and norm."""
-    from speculators.config import SpeculatorsConfig
-    from speculators.config import VerifierConfig as SpeculatorsVerifier
-    from speculators.models.eagle3 import Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from transformers import LlamaConfig
+    """A speculators draft model of class `cls` with the verifier's embeddings, head and norm.
 
-    layer = layer_config(shape, verifier)
-    theta = layer.pop("rope_theta")
-    del layer["rope_scaling"], layer["model_type"]
-    config = Eagle3SpeculatorConfig(
-        transformer_layer_config=LlamaConfig(
-            **layer,
-            rope_parameters={"rope_type": "default", "rope_theta": theta},
-            attn_implementation="simple_flex_attention" if torch.cuda.is_available() else "sdpa",
-        ),
-        draft_vocab_size=draft_vocab_size,
-        norm_before_residual=shape.norm_before_residual,
-        norm_before_fc=shape.norm_before_fc,
-        norm_output=shape.norm_output,
-        eagle_aux_hidden_state_layer_ids=layer_ids,
-        target_hidden_size=verifier.hidden_size,
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=ttt_steps)],
-            default_proposal_method="greedy",
-            verifier=SpeculatorsVerifier(
-                name_or_path=str(verifier_dir),
-                architectures=json.loads((verifier_dir / "config.json").read_text())[
-                    "architectures"
-                ],
-            ),
-        ),
-    )
-    model = cls(config)
+    A map of the whole vocabulary, which changes no token, is left out.
+    """
+    model = cls(speculator_config(shape, verifier, layer_ids, ttt_steps, draft_vocab_size))
     model.load_vocab_mappings(t2d, d2t)
-    model.load_verifier_weights()
+    head = load_head(verifier_dir)[t2d]
+    weights = {
+        "embed_tokens": load_tensor(verifier_dir, "embed_tokens.weight"),
+        "lm_head": head,
+        "verifier_lm_head": head,
+        "verifier_norm": load_tensor(verifier_dir, "model.norm.weight"),
+    }
+    for name, weight in weights.items():
+        model.get_submodule(name).load_state_dict({"weight": weight})
+    # The verifier's answers are those of its own norm, whatever the draft's.
+    model.verifier_norm.variance_epsilon = verifier.rms_norm_eps
     return model

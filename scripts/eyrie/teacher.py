@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from eyrie.shards import Rows, ShardError, read_states
-from eyrie.verifier import VerifierConfig, load_tensor
+from eyrie.verifier import VerifierConfig, load_head, load_tensor
 
 # Positions looked at in a shard (greedy answers) or row: enough to tell 90% from less, and no load
 # beside extraction.
@@ -28,9 +28,7 @@ class Teacher:
 
     def __init__(self, folder: Path, config: VerifierConfig):
         self.norm = load_tensor(folder, "model.norm.weight").float()
-        head = load_tensor(folder, "lm_head.weight")
-        # Tied: the embeddings are the head.
-        self.head = load_tensor(folder, "embed_tokens.weight") if head is None else head
+        self.head = load_head(folder)
         self.eps = config.rms_norm_eps
 
     def logits(self, states: torch.Tensor):

@@ -1,5 +1,6 @@
 """What the pipeline needs to know of a verifier, from its config and weights' headers alone."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class VerifierConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     bos_token_id: int | None
-    eos_token_ids: list[int]
+    eos_token_ids: list[int]  # the text model's own first
     text: dict
 
     def extraction_ids(self, layer_ids: list[int]) -> list[int]:
@@ -63,6 +64,21 @@ def extraction_ids(layer_ids: list[int], last: int) -> list[int]:
             f"be {[2, last // 2, last - 3]}"
         )
     return [*layer_ids, last]
+
+
+def draft_size(asked: int | str, vocab_size: int) -> int:
+    """The draft's vocabulary in tokens: `full` is the verifier's.
+
+    Raises:
+        ValueError: more are asked for than the verifier has.
+    """
+    size = vocab_size if asked == "full" else int(asked)
+    if size > vocab_size:
+        raise ValueError(
+            f"vocab.draft_vocab_size: {size:,} is more than the verifier's vocabulary, "
+            f"{vocab_size:,}; `full` takes all of that"
+        )
+    return size
 
 
 def read_text_config(folder: Path) -> dict:
@@ -120,6 +136,13 @@ def refuse_unsupported(text: dict) -> None:
         )
 
 
+def end_tokens(*configs: dict) -> list[int]:
+    """The eos_token_id of all of some configs, which may be one, a list or none, in their order."""
+    named = [config.get("eos_token_id") for config in configs]
+    lists = [eos if isinstance(eos, list) else [eos] for eos in named if eos is not None]
+    return list(dict.fromkeys(itertools.chain(*lists)))
+
+
 def load_verifier_config(folder: Path, trust_remote_code: bool = False) -> VerifierConfig:
     """Read a verifier's config.
 
@@ -131,7 +154,9 @@ def load_verifier_config(folder: Path, trust_remote_code: bool = False) -> Verif
     loaded = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     text = text_config(loaded.to_dict())
     refuse_unsupported(text)
-    eos = text.get("eos_token_id")
+    # Chat models name their end-of-turn token there, beside or instead of the config's.
+    path = folder / "generation_config.json"
+    generation = json.loads(path.read_text()) if path.exists() else {}
     return VerifierConfig(
         hidden_size=text["hidden_size"],
         num_hidden_layers=text["num_hidden_layers"],
@@ -139,7 +164,7 @@ def load_verifier_config(folder: Path, trust_remote_code: bool = False) -> Verif
         rms_norm_eps=text["rms_norm_eps"],
         max_position_embeddings=text["max_position_embeddings"],
         bos_token_id=text.get("bos_token_id"),
-        eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
+        eos_token_ids=end_tokens(text, loaded.to_dict(), generation),
         text=text,
     )
 
@@ -173,3 +198,9 @@ def load_tensor(folder: Path, suffix: str):
         return None
     with safe_open(found[0], "pt") as file:
         return file.get_tensor(found[1])
+
+
+def load_head(folder: Path):
+    """The head's weight [vocab, hidden]: the embeddings, where these are all there is."""
+    head = load_tensor(folder, "lm_head.weight")
+    return load_tensor(folder, "embed_tokens.weight") if head is None else head

@@ -51,6 +51,13 @@ def test_the_default_is_valid():
         ("shard.max_length", 600, "must be less than extract.max_model_len"),
         ("runs.new", {"data": "2k"}, "there is no data set '2k'"),
         ("draft.num_key_value_heads", 2, "no multiple"),
+        ("draft.norms", "eagle2", "'eagle3' or 'eagle3.1'"),
+        ("draft.norm_before_fc", True, "there is no such key"),
+        ("draft.sliding_window", 0, "greater than 0"),
+        ("draft.rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "linear, yarn, llama3"),
+        ("draft.rope_scaling", {"factor": 2.0}, "linear, yarn, llama3, found None"),
+        ("draft.rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "yarn needs original_max_pos"),
+        ("draft.reference", "none.json", "draft.reference: .*none.json: cannot be read"),
     ],
 )
 def test_a_mistake_is_named(path, value, message):
@@ -79,9 +86,15 @@ def test_one_source_stands_without_a_list():
 
 def test_numbers_and_switches_of_the_command_line_are_text():
     config = changed("train.epochs", "3")
-    config["draft"]["norm_output"] = "false"
+    config["draft"]["norm_before_residual"] = "false"
+    config["draft"]["rope_scaling"] = {"rope_type": "linear", "factor": "2.0"}
     loaded = load_config(config)
-    assert loaded.train.epochs == 3 and loaded.draft.norm_output is False
+    assert loaded.train.epochs == 3 and loaded.draft.norm_before_residual is False
+    assert loaded.draft.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_the_whole_vocabulary():
+    assert load_config(changed("vocab.draft_vocab_size", "full")).vocab.draft_vocab_size == "full"
 
 
 def test_names_that_yaml_reads_as_numbers():

@@ -1,14 +1,37 @@
 """The CPU training step against speculators' own, on the same batch."""
 
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import tiny_kimi
 import torch
+import yaml
+from safetensors.torch import load_file, save_file
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3.core import Eagle3DraftModel
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eyrie.draft import DraftShape, build_model, expected_tensors, flat_config, flat_tensors
+from check import check_config, check_folder
+from eyrie.config import load_config, with_reference
+from eyrie.draft import (
+    DraftShape,
+    build_model,
+    differences,
+    expected_tensors,
+    flat_config,
+    flat_name,
+    flat_tensors,
+    speculator_config,
+    write_flat,
+)
 from eyrie.draft_model import CPUEagle3DraftModel
-from eyrie.verifier import load_verifier_config
+from eyrie.verifier import load_verifier_config, read_text_config
 
+ROOT = Path(__file__).parents[2]
 IDS = [1, 2, 3]
 
 
@@ -22,21 +45,21 @@ def shape(**changes) -> DraftShape:
         "rope_theta": 10000.0,
         "max_position_embeddings": 256,
         "rms_norm_eps": 1e-5,
+        "norms": "eagle3",
         "norm_before_residual": False,
-        "norm_before_fc": False,
-        "norm_output": False,
     }
     return DraftShape(**values | changes)
 
 
-def model_of(cls, inputs, draft_shape, size=200):
-    verifier = load_verifier_config(inputs / "verifier")
-    ids = torch.arange(0, 2 * size, 2)
+def model_of(cls, inputs, draft_shape, size=200, folder="verifier"):
+    verifier = load_verifier_config(inputs / folder)
+    # Every other token, or all.
+    ids = torch.arange(size) * (2 if size < 256 else 1)
     t2d = torch.zeros(verifier.vocab_size, dtype=torch.bool)
     t2d[ids] = True
     torch.manual_seed(1)
     model = build_model(
-        cls, draft_shape, verifier, inputs / "verifier", IDS, 3, size, ids - torch.arange(size), t2d
+        cls, draft_shape, verifier, inputs / folder, IDS, 3, size, ids - torch.arange(size), t2d
     )
     return model.float()
 
@@ -67,7 +90,7 @@ def batch(hidden=64, lengths=(9, 14, 5), padding=4) -> dict[str, torch.Tensor]:
     [
         {},
         {"norm_before_residual": True},
-        {"norm_before_fc": True, "norm_output": True},
+        {"norms": "eagle3.1"},
         {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16},
     ],
 )
@@ -103,11 +126,169 @@ def test_a_batch_without_supervised_tokens_adds_nothing(inputs):
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def test_exported_names_shapes_and_dtypes(inputs):
-    for changes in ({}, {"norm_before_fc": True}, {"num_hidden_layers": 2}):
-        draft_shape = shape(**changes)
-        verifier = load_verifier_config(inputs / "verifier")
-        tensors = flat_tensors(model_of(Eagle3DraftModel, inputs, draft_shape))
-        names = {torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
-        found = {n: (names[t.dtype], list(t.shape)) for n, t in tensors.items()}
-        assert found == expected_tensors(flat_config(draft_shape, verifier, IDS, 200))
+DTYPES = {torch.int64: "I64", torch.bool: "BOOL"}
+
+
+def header_of(model) -> dict:
+    """What the flat checkpoint of a model holds, of one on the meta device too."""
+    tensors = {flat_name(n): t for n, t in model.state_dict().items() if flat_name(n)}
+    return {n: (DTYPES.get(t.dtype, "BF16"), list(t.shape)) for n, t in tensors.items()}
+
+
+@pytest.mark.parametrize("size", [200, 512])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norms": "eagle3.1"},
+        {"num_hidden_layers": 2},
+        # hidden_size, 64, is neither
+        {"num_attention_heads": 8, "head_dim": 16},
+        {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32},
+    ],
+)
+def test_exported_names_shapes_and_dtypes(inputs, changes, size):
+    draft_shape = shape(**changes)
+    model = model_of(Eagle3DraftModel, inputs, draft_shape, size)
+    config = flat_config(draft_shape, load_verifier_config(inputs / "verifier"), IDS, size)
+    assert header_of(model) == expected_tensors(config)
+    tensors = flat_tensors(model)
+    types = {n: DTYPES.get(t.dtype, "BF16") for n, t in tensors.items()}
+    assert {n: (types[n], list(t.shape)) for n, t in tensors.items()} == header_of(model)
+    # The whole vocabulary needs no map.
+    assert ("d2t" in tensors) == ("t2d" in tensors) == (size == 200)
+    assert config["head_dim"] == draft_shape.head_dim and config["tie_word_embeddings"] is False
+
+
+def test_kimis_draft_is_the_reference(tmp_path):
+    """Of configs/kimi_k25.yaml, at its full size, against a public draft for it."""
+    over = with_reference(yaml.safe_load((ROOT / "configs/kimi_k25.yaml").read_text()))
+    values = yaml.safe_load((ROOT / "config.yaml").read_text())
+    for block, keys in over.items():
+        values[block] = values[block] | keys if isinstance(keys, dict) else keys
+    job = load_config(values)
+    draft_shape = DraftShape(**job.draft.model_dump(exclude={"reference"}))
+    text = tiny_kimi.TEXT | {"hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840}
+    text |= {"num_attention_heads": 64, "num_key_value_heads": 64}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "kimi_k25", "text_config": text})
+    )
+    verifier = load_verifier_config(tmp_path)
+    ids, size = job.extract.layer_ids, job.vocab.draft_vocab_size
+    with torch.device("meta"):
+        model = Eagle3DraftModel(speculator_config(draft_shape, verifier, ids, 3, size))
+    config = flat_config(draft_shape, verifier, ids, size)
+
+    reference = json.loads((ROOT / "configs/reference/kimi_k2_eagle3.json").read_text())
+    names = {"bfloat16": "BF16", "int64": "I64", "bool": "BOOL"}
+    expected = {n: (names[dtype], dims) for n, (dtype, dims) in reference["tensors"].items()}
+    assert header_of(model) == expected_tensors(config) == expected
+    for key, value in reference["config"].items():
+        # What vLLM reads of it; the other keys are of transformers' defaults for this file.
+        if key in config and key not in ("bos_token_id", "eos_token_id"):
+            here = {"max_position_embeddings": 262144, "eagle_config": config[key]}
+            assert config[key] == here.get(key, value), key
+
+
+def test_what_differs_from_the_verifier_is_told(inputs):
+    verifier = load_verifier_config(inputs / "verifier")
+    same = shape(intermediate_size=128, max_position_embeddings=512, rms_norm_eps=1e-6)
+    assert differences(same, verifier) == []
+    assert differences(replace(same, head_dim=16, num_hidden_layers=2), verifier) == [
+        "draft.head_dim 16, the verifier's 32"
+    ]
+
+
+def test_heads_that_no_llama_can_have(inputs):
+    with pytest.raises(ValueError, match=r"draft.num_attention_heads: 6 does not divide .* 64"):
+        model_of(Eagle3DraftModel, inputs, shape(num_attention_heads=6))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("scaling", [None, YARN, {"rope_type": "linear", "factor": 2.0}])
+def test_what_is_trained_is_what_the_config_says(inputs, tmp_path, scaling):
+    """transformers reads the flat config, as vLLM does, to the angles and window of training."""
+    draft_shape = shape(rope_scaling=scaling, sliding_window=4, num_hidden_layers=2)
+    model = model_of(Eagle3DraftModel, inputs, draft_shape)
+    config = flat_config(draft_shape, load_verifier_config(inputs / "verifier"), IDS, 200)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = LlamaConfig.from_pretrained(tmp_path)
+    positions = torch.arange(200)[None]
+    angles = LlamaRotaryEmbedding(read)(torch.zeros(1), positions)
+    trained = model.rotary_emb(torch.zeros(1), positions)
+    assert all(torch.equal(a, b) for a, b in zip(angles, trained, strict=True))
+    plain = model_of(Eagle3DraftModel, inputs, shape()).rotary_emb(torch.zeros(1), positions)
+    assert torch.equal(plain[0], trained[0]) == (scaling is None)
+    assert read.sliding_window == 4 and read.layer_types == ["sliding_attention"] * 2
+    assert draft_shape.rope_scaling == scaling and (scaling is None or "rope_theta" not in scaling)
+    assert all(c["ok"] for c in check_config(config, load_verifier_config(inputs / "verifier")))
+
+
+def test_a_window_hides_what_lies_before_it(inputs):
+    """The gradient of the last token's loss with regard to the states: 4 tokens of 14 count."""
+    rows = batch()
+    rows["loss_mask"].zero_()
+    rows["loss_mask"][0, 22] = 1
+    for window, first in ((None, 9), (4, 19)):
+        model = model_of(Eagle3DraftModel, inputs, shape(sliding_window=window))
+        states = rows["hidden_states"].clone().requires_grad_()
+        loss = model(
+            **rows | {"hidden_states": states},
+            ttt_steps=1,
+            loss_config=resolve_loss_config("kl_div", "eager"),
+        )[1]
+        loss.backward()
+        seen = states.grad[0].abs().sum(-1).nonzero().flatten().tolist()
+        assert seen == [*range(first, 23)]
+
+
+def remade(inputs, folder, config: dict, **weights):
+    """The tiny verifier with another config and some weights changed; None leaves one out."""
+    shutil.copytree(inputs / "verifier", folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors") | weights
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_a_tied_verifiers_head_is_its_embeddings(inputs, tmp_path):
+    config = json.loads((inputs / "verifier/config.json").read_text())
+    folder = tmp_path / "tied"
+    remade(inputs, folder, config | {"tie_word_embeddings": True}, **{"lm_head.weight": None})
+    model = model_of(Eagle3DraftModel, tmp_path, shape(), folder="tied")
+    embeddings = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    for head in (model.lm_head, model.verifier_lm_head):
+        assert torch.equal(head.weight, embeddings[model.t2d].float())
+    verifier = load_verifier_config(folder)
+    flat = flat_config(shape(), verifier, IDS, 200)
+    assert flat["tie_word_embeddings"] is False
+    write_flat(tmp_path / "draft", flat, flat_tensors(model))
+    assert all(c["ok"] for c in check_folder(tmp_path / "draft", verifier, folder))
+
+
+@pytest.mark.parametrize("where", ["null", "text_config", "thinker", "outer_eos"])
+def test_a_verifiers_sizes_wherever_they_lie(inputs, tmp_path, where):
+    """Trained on the same embeddings, head and norm as those of a flat config."""
+    config = json.loads((inputs / "verifier/config.json").read_text())
+    changed = {
+        "null": config | {"text_config": None},
+        "text_config": {"model_type": "llava", "text_config": config},
+        "thinker": {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": config}},
+        "outer_eos": config | {"text_config": None, "eos_token_id": [7, 8]},
+    }[where]
+    remade(inputs, tmp_path / "v", changed)
+    if where == "thinker":
+        # transformers takes no Llama in there; the reader of config.json does.
+        assert read_text_config(tmp_path / "v")["hidden_size"] == 64
+        return
+    model = model_of(Eagle3DraftModel, tmp_path, shape(), folder="v")
+    plain = model_of(Eagle3DraftModel, inputs, shape())
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_the_verifiers_answers_have_its_own_eps(inputs):
+    model = model_of(Eagle3DraftModel, inputs, shape(rms_norm_eps=0.5))
+    assert model.verifier_norm.variance_epsilon == 1e-6 and model.norm.variance_epsilon == 0.5

@@ -105,3 +105,29 @@ def test_the_text_model_is_found_wherever_it_lies():
 def test_a_config_without_a_text_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no hidden_size in the config"):
         load(tmp_path, "gpt2")
+
+
+def test_every_config_names_ends(tmp_path):
+    """Llama 3 has a list of them in generation_config.json, beside another in the config."""
+    assert load(tmp_path, "llama", eos_token_id=9).eos_token_ids == [9]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 8]}))
+    assert load(tmp_path, "llama", eos_token_id=9).eos_token_ids == [9, 7, 8]
+    assert load(tmp_path, "llama", eos_token_id=None).eos_token_ids == [7, 9, 8]
+    text = {"model_type": "llama", "eos_token_id": 5}
+    nested = load(tmp_path, "llava", text_config=text, eos_token_id=6)
+    assert nested.eos_token_ids == [5, 6, 7, 9, 8]
+
+
+@pytest.mark.parametrize(
+    "model_type, config",
+    [
+        ("llama", {"hidden_size": 64, "text_config": None}),
+        ("llava", {"text_config": {"model_type": "llama", "hidden_size": 64}}),
+        (
+            "qwen2_5_omni",
+            {"thinker_config": {"text_config": {"hidden_size": 64, "num_attention_heads": 4}}},
+        ),
+    ],
+)
+def test_the_right_level_is_read(tmp_path, model_type, config):
+    assert load(tmp_path, model_type, **config).hidden_size == 64

@@ -12,16 +12,19 @@ import pandas as pd
 import pytest
 import torch
 from forking import run_to_end
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
 from eyrie.files import write_json
-from eyrie.shards import HiddenShardWriter, Rows
+from eyrie.shards import HiddenShardWriter, Rows, read_rows
+from eyrie.vocab import made_of, save_map
 from vocab import choose
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 OPTIONS = {
+    "draft-vocab-size": 300,
+    "norms": "eagle3",
     "num-hidden-layers": 1,
     "num-attention-heads": 4,
     "num-key-value-heads": 2,
@@ -72,6 +75,17 @@ def write_shard(path: Path, ids, masks, states) -> None:
     HiddenShardWriter.finish(path, rows, (4, states[0].shape[-1]), torch.bfloat16)
 
 
+def write_map(folder: Path, size: int = 300) -> Path:
+    """A vocabulary map of a folder's hidden shards, and the identity of their verifier."""
+    identity = {"source": "path:here", "files": {}}
+    write_json(folder / "verifier.json", identity)
+    rows = [read_rows(path) for path in sorted(folder.glob("[0-9]*.safetensors"))]
+    counts, real = torch.arange(512), torch.ones(512, dtype=torch.bool)
+    path = folder / f"vocab_{size}.safetensors"
+    save_map(path, *choose(counts, [], size, real), made_of(identity, rows, 0.2, size))
+    return path
+
+
 @pytest.fixture(scope="module")
 def data(inputs, tmp_path_factory) -> Path:
     """Two hidden shards of 24 rows, one of which has nothing supervised, and a vocabulary map."""
@@ -84,15 +98,13 @@ def data(inputs, tmp_path_factory) -> Path:
     for number in range(2):
         part = slice(number * 24, number * 24 + 24)
         write_shard(folder / f"{number}.safetensors", ids[part], masks[part], states[part])
-    d2t, t2d = choose(torch.arange(512), [], 300)
-    save_file({"d2t": d2t, "t2d": t2d}, folder / "vocab.safetensors")
-    write_json(folder / "verifier.json", {"source": "path:here", "files": {}})
+    write_map(folder)
     return folder
 
 
 def command(data: Path, inputs: Path, folder: Path, **options) -> list[str]:
     given = OPTIONS | {
-        "vocab": data / "vocab.safetensors",
+        "vocab": data / "vocab_300.safetensors",
         "verifier": inputs / "verifier",
         "identity": data / "verifier.json",
         "state": folder / "state",
@@ -180,10 +192,8 @@ def test_a_damaged_state_is_told_of_and_the_one_before_is_used(data, inputs, who
 
 def test_other_settings_data_or_vocabulary_start_afresh(data, inputs, whole, tmp_path):
     state = whole / "state"
-    vocab = tmp_path / "vocab.safetensors"
-    d2t, t2d = choose(torch.arange(512), [], 200)
-    save_file({"d2t": d2t, "t2d": t2d}, vocab)
-    for number, options in enumerate([{"lr": 0.004}, {"intermediate_size": 96}, {"vocab": vocab}]):
+    other = {"vocab": write_map(data, 200), "draft_vocab_size": 200}
+    for number, options in enumerate([{"lr": 0.004}, {"intermediate_size": 96}, other]):
         options |= {"state": state, "epochs": 1, "out": tmp_path / str(number)}
         code, output = run_to_end(command(data, inputs, tmp_path, **options), tmp_path)
         assert code == 0 and "goes on" not in output, output
@@ -235,8 +245,7 @@ def test_a_state_that_is_no_number_stops_and_names_the_row(data, inputs, tmp_pat
     states = states_of(inputs / "verifier", ids)
     states[5][9] = float("nan")
     write_shard(tmp_path / "0.safetensors", ids, [[True] * 20] * 8, states)
-    for name in ("vocab.safetensors", "verifier.json"):
-        (tmp_path / name).symlink_to(data / name)
+    write_map(tmp_path)
     options = {"total_seq_len": 20, "noise": 0}
     code, output = run_to_end(command(tmp_path, inputs, tmp_path, **options), tmp_path)
     assert code == 1 and "Traceback" not in output
@@ -266,8 +275,7 @@ def test_every_token_of_an_answer_is_learnt(data, inputs, tmp_path):
         state[:-1, 3] = (head[row[1:]] * 1e3).bfloat16()
     masks = [[i > 3 for i in range(len(row))] for row in ids]
     write_shard(tmp_path / "0.safetensors", ids, masks, states)
-    for name in ("vocab.safetensors", "verifier.json"):
-        (tmp_path / name).symlink_to(data / name)
+    write_map(tmp_path)
     options = {"epochs": 120, "optimizer": "adamw", "noise": 0, "ttt_warmup_epochs": 0}
     options |= {"scheduler": "none", "checkpoint_every": 1000}
     code, output = run_to_end(command(tmp_path, inputs, tmp_path, **options), tmp_path)
@@ -280,11 +288,10 @@ def test_every_token_of_an_answer_is_learnt(data, inputs, tmp_path):
 
 
 def test_no_row_to_train_on_is_an_error(data, inputs, tmp_path):
-    ids = [[1, 2, 3, 4]] * 3
+    ids = [[n, 2, 3, 4] for n in range(3)]
     states = states_of(inputs / "verifier", ids)
     write_shard(tmp_path / "0.safetensors", ids, [[False] * 4] * 3, states)
-    for name in ("vocab.safetensors", "verifier.json"):
-        (tmp_path / name).symlink_to(data / name)
+    write_map(tmp_path)
     code, output = run_to_end(command(tmp_path, inputs, tmp_path), tmp_path)
     assert code == 1 and "rows have a supervised token" in output
     assert not (tmp_path / "ckpt").exists()

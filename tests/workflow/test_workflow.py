@@ -228,12 +228,18 @@ def test_an_edit_reruns_what_uses_it(job, tmp_path):
     bench.write_text(bench.read_text().replace("WARM_UP = 2", "WARM_UP = 3"))
     assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == {"bench", "report"}
     assert jobs_of(snakemake(job, "-n", REPORT, "--config", "extract={max_num_seqs: 4}")) == set()
-    assert jobs_of(snakemake(job, "-n", REPORT, "--config", "train={lr: 0.5}")) == {
-        "train",
-        "check",
-        "bench",
-        "report",
-    }
+    trained = {"train", "check", "bench", "report"}
+    shape = str(repo / "configs/reference/kimi_k2_eagle3.json")
+    for change, jobs in {
+        "train={lr: 0.5}": trained,
+        "train={init_from: inputs/draft}": trained,
+        "draft={sliding_window: 8}": trained,
+        f"draft={{reference: {shape}}}": trained,
+        "vocab={draft_vocab_size: 300}": {"vocab", *trained},
+        "vocab={draft_vocab_size: full}": {"vocab", *trained},
+    }.items():
+        (job / "inputs/draft").mkdir(exist_ok=True)
+        assert jobs_of(snakemake(job, "-n", REPORT, "--config", change)) == jobs, change
 
 
 def copy_of_repo(folder: Path) -> Path:
@@ -285,6 +291,92 @@ def test_a_damaged_shard_is_set_aside_and_made_again(job):
     assert "tiny: " in done.stdout and "(no output)" not in done.stdout
 
 
+def test_a_size_that_no_verifier_has_stops_extraction_before_the_engine(job, tmp_path):
+    """Of a verifier that is not there yet when the run is planned."""
+    script = str(ROOT / "scripts/extract.py")
+    options = {
+        "shards": job / "results/tiny/data/tiny/shards/00000.safetensors",
+        "out": tmp_path / "out",
+        "store": tmp_path / "store",
+        "verifier": job / "inputs/verifier",
+        "identity": job / "results/tiny/verifier.json",
+        "summary": tmp_path / "summary",
+        "log": tmp_path / "log",
+        "layer-ids": 1,
+        "answers": "verifier",
+        "draft-vocab-size": 513,
+        "max-model-len": 128,
+        "max-num-seqs": 1,
+        "max-num-batched-tokens": 128,
+    }
+    options = [str(part) for name, value in options.items() for part in ("--" + name, value)]
+    command = [sys.executable, script, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "extract: vocab.draft_vocab_size: 513 is more than" in done.stderr
+
+
+def train(job: Path, folder: Path, **changes) -> list[str]:
+    """scripts/train.py on the job's states, with its settings but for `changes`."""
+    tree = job / "results/tiny"
+    settings = json.loads((tree / "ckpt_tiny/manifest.json").read_text())["config"] | changes
+    given = {k: v for k, v in settings.items() if not isinstance(v, bool | list | None)}
+    given |= {"vocab": tree / "vocab_tiny.safetensors", "verifier": tree / "verifier"}
+    given |= {"identity": tree / "verifier.json", "state": folder / "state"}
+    given |= {"out": folder / "ckpt"}
+    command = [SCRIPTS / "train.py", "--layer-ids", 1, 2, 3, "--hidden"]
+    command += sorted((tree / "data/tiny/hidden").glob("*.safetensors"))
+    flags = [name for name, value in settings.items() if value is True]
+    command += ["--" + name.replace("_", "-") for name in flags]
+    for name, value in given.items():
+        command += ["--" + name.replace("_", "-"), value]
+    return [str(part) for part in command]
+
+
+def test_a_map_of_other_data_or_another_size_is_refused(job, tmp_path):
+    command = train(job, tmp_path)
+    first = command.index("--hidden") + 1
+    for arguments, message in (
+        ([*command, "--draft-vocab-size", "300"], "draft_vocab_size is 384, not 300"),
+        ([*command, "--held-out", "0.3"], "held_out is 0.2, not 0.3"),
+        ([*command[:first], *command[first + 1 :]], "data is "),
+    ):
+        code, output = run_to_end(arguments, tmp_path)
+        assert code == 1
+        assert "vocab_tiny.safetensors: not the vocabulary map" in output
+        assert message in output and "Traceback" not in output
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_draft_of_the_whole_vocabulary_with_a_window_from_another_draft(job, tmp_path):
+    """Trained on the same states, checked and served."""
+    copy = tmp_path / "job"
+    subprocess.run(["cp", "-a", job, copy], check=True)
+    shutil.copytree(copy / "results/tiny/ckpt_tiny", copy / "first")
+    config = [
+        "vocab={draft_vocab_size: full}",
+        "draft={sliding_window: 8, rope_scaling: {rope_type: linear, factor: 2.0}}",
+        "train={init_from: first, lr: 0, muon_lr: 0}",
+    ]
+    output = snakemake(copy, "results/tiny/bench_tiny.json", "--config", *config)
+    assert "train: the draft is not as the verifier: draft.sliding_window 8" in output
+    assert "train: starts from first" in output
+    folder = copy / "results/tiny/ckpt_tiny"
+    found = json.loads((folder / "config.json").read_text())
+    assert found["draft_vocab_size"] == found["vocab_size"] == 512
+    assert (found["sliding_window"], found["layer_types"]) == (8, ["sliding_attention"])
+    assert found["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    # Nothing was learnt, so all that is trained is the other draft's.
+    weights, others = (load_file(f / "model.safetensors") for f in (folder, copy / "first"))
+    assert "d2t" in others and not {"d2t", "t2d"} & weights.keys()
+    assert weights["lm_head.weight"].shape == (512, 64)
+    for name in weights.keys() - {"lm_head.weight"}:
+        assert torch.equal(weights[name], others[name]), name
+    bench = json.loads((copy / "results/tiny/bench_tiny.json").read_text())
+    assert bench["methods"][2]["drafts"] > 0
+    assert all(m["identical"] == m["prompts"] == 4 for m in bench["methods"])
+
+
 # bench.py's own measurement of a draft, of prompts that are tokens.
 SERVE = """
 import argparse, json
@@ -302,31 +394,14 @@ json.dump(bench.measure("eagle3", [], prompts, args)["held_out"], open(args.out,
 """
 
 
-def train(job: Path, folder: Path, **changes) -> None:
-    """scripts/train.py on the job's states, with its settings but for `changes`."""
-    tree = job / "results/tiny"
-    settings = json.loads((tree / "ckpt_tiny/manifest.json").read_text())["config"] | changes
-    options = {"vocab": tree / "vocab_tiny.safetensors", "verifier": tree / "verifier"}
-    options |= {"identity": tree / "verifier.json", "state": folder / "state"}
-    options |= {"out": folder / "ckpt"}
-    flags = [name for name, value in settings.items() if value is True]
-    given = {k: v for k, v in settings.items() if not isinstance(v, bool | list | None)}
-    del given["draft_vocab_size"]
-    command = [SCRIPTS / "train.py", "--layer-ids", 1, 2, 3, "--hidden"]
-    command += sorted((tree / "data/tiny/hidden").glob("*.safetensors"))
-    command += ["--" + name.replace("_", "-") for name in flags]
-    for name, value in (given | options).items():
-        command += ["--" + name.replace("_", "-"), value]
-    code, output = run_to_end([str(part) for part in command], folder)
-    assert code == 0, output
-
-
 def test_what_is_accepted_is_what_the_trained_model_drafts(job, tmp_path):
     """speculators' own model drafts from every place of the answers as training has them. Walked
     through as a server does, so much must be accepted when vLLM serves the same prompts."""
     tree = job / "results/tiny"
     # A draft that knows its rows by heart, as this verifier's answers have little else to learn.
-    train(job, tmp_path, epochs=60, noise=0.0, ttt_warmup_epochs=0, muon_lr=0.02)
+    by_heart = {"epochs": 60, "noise": 0.0, "ttt_warmup_epochs": 0, "muon_lr": 0.02}
+    code, output = run_to_end(train(job, tmp_path, **by_heart), tmp_path)
+    assert code == 0, output
     settings = json.loads((tmp_path / "ckpt/manifest.json").read_text())["config"]
     shape = DraftShape(**{field.name: settings[field.name] for field in fields(DraftShape)})
     vocab = load_file(tree / "vocab_tiny.safetensors")
@@ -391,6 +466,8 @@ def test_training_and_serving_agree_on_held_out_rows(job):
         (["--config", "epochs=3"], "epochs: there is no such key"),
         (["--config", "train={epoch: 3}"], "did you mean epochs"),
         (["--config", "train={epochs: many}"], "train.epochs"),
+        (["--config", "vocab={draft_vocab_size: 513}"], "513 is more than the verifier's"),
+        (["--config", "draft={reference: none.json}"], "none.json: cannot be read as a draft's"),
         (["results/tiny/report_2k.html"], "run '2k' is not defined: the config has"),
     ],
 )
