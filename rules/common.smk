@@ -16,16 +16,23 @@ from snakemake.utils import update_config
 from eyrie import provenance
 from eyrie.config import ConfigError, load_config, with_reference
 from eyrie.files import sha256_file
-from eyrie.verifier import draft_size, read_text_config
+from eyrie.verifier import draft_size, written_text_config
 
 try:
     # A reference that a file or the command line names goes over config.yaml's own shape.
     update_config(config, with_reference(workflow.config_settings.overwrite_config))
     C = load_config(config)
-except ConfigError as error:
+    R = C.results
+    # {} until the verifier is there.
+    VERIFIER = written_text_config(
+        Path(R) / "verifier", Path(C.verifier.source.removeprefix("path:"))
+    )
+    if "vocab_size" in VERIFIER:
+        for settings in (C, *C.runs.values()):
+            draft_size(settings.vocab.draft_vocab_size, VERIFIER["vocab_size"])
+except (ConfigError, ValueError) as error:
     raise WorkflowError(str(error)) from None
 
-R = C.results
 # Rules run `python "$SCRIPTS/stage.py"`: this interpreter, and this checkout wherever it lies. In
 # params these paths would rerun everything once the checkout has moved. speculators tells by
 # loguru of each weight it looks for. Huge pages make a CPU's products 5 to 8% faster.
@@ -77,22 +84,6 @@ def hidden_of(wildcards):
     """The hidden shards that a run trains on."""
     data = data_of(wildcards)
     return [f"{R}/data/{data}/hidden/{name}.safetensors" for name in shard_names(data)]
-
-
-def known_verifier():
-    """The verifier's text config, as far as it is written down; {} until the verifier is there."""
-    folders = [Path(R) / "verifier", Path(C.verifier.source.removeprefix("path:"))]
-    known = [folder for folder in folders if (folder / "config.json").exists()]
-    return read_text_config(known[0]) if known else {}
-
-
-try:
-    VERIFIER = known_verifier()
-    if "vocab_size" in VERIFIER:
-        for settings in (C, *C.runs.values()):
-            draft_size(settings.vocab.draft_vocab_size, VERIFIER["vocab_size"])
-except ValueError as error:
-    raise WorkflowError(f"config: {error}") from None
 
 
 def states_mb(data):

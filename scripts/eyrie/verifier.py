@@ -87,6 +87,12 @@ def read_text_config(folder: Path) -> dict:
     return text_config(json.loads((folder / "config.json").read_text()))
 
 
+def written_text_config(*folders: Path) -> dict:
+    """As `read_text_config`, of the first folder that holds a config.json; {} if none does."""
+    found = [folder for folder in folders if (folder / "config.json").exists()]
+    return read_text_config(found[0]) if found else {}
+
+
 def text_config(config: dict) -> dict:
     """Descend into a multimodal config (Kimi-K2.5, Qwen-VL) until the text model is found."""
     while "hidden_size" not in config:
