@@ -1,3 +1,9 @@
+def template_hash(name):
+    """A page's template and what it shares with the others, by content: as inputs, their paths
+    would change with the checkout's place."""
+    return [sha256_file(SCRIPTS.parent / f"templates/{file}.html") for file in (name, "page")]
+
+
 rule report:
     input:
         shards=lambda wildcards: f"{R}/data/{data_of(wildcards)}/shards.json",
@@ -21,8 +27,7 @@ rule report:
     resources:
         runtime=5,
     params:
-        # By content: as an input, its path would change with the checkout's place.
-        template=sha256_file(SCRIPTS.parent / "templates/report.html"),
+        template=template_hash("report"),
         code=code_hash("report"),
     shell:
         """

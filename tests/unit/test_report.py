@@ -13,6 +13,7 @@ import pytest
 
 import report
 import table
+from eyrie import page as drawing
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "templates/report.html"
@@ -371,7 +372,7 @@ def test_figures_hold_text_and_the_pages_colours(page):
     assert "eagle3, 3 draft tokens" in page.text
     drawn = " ".join(a["style"] for _, a in page.tags if "style" in a)
     assert "var(--accent)" in drawn
-    assert not set(report.COLOURS.values()) & set(re.findall("#[0-9a-f]{6}", drawn))
+    assert not set(drawing.COLOURS.values()) & set(re.findall("#[0-9a-f]{6}", drawn))
 
 
 def test_needs_nothing_but_itself(page):
@@ -461,7 +462,7 @@ def test_a_failed_report_leaves_the_old_one(tmp_path):
     [(999, "999 B"), (1_000, "1.0 kB"), (547e9, "547.0 GB"), (None, "–")],
 )
 def test_size(value, text):
-    assert report.size(value) == text
+    assert drawing.size(value) == text
 
 
 @pytest.mark.parametrize(
@@ -470,7 +471,7 @@ def test_size(value, text):
      (86_400, "24 h 00 min")],
 )  # fmt: skip
 def test_duration(seconds, text):
-    assert report.duration(seconds) == text
+    assert drawing.duration(seconds) == text
 
 
 def test_table_in_plain_text(tmp_path):
