@@ -60,6 +60,23 @@ def code_hash(name):
     return provenance.code_hash(SCRIPTS / f"{name}.py")
 
 
+def template_hash(name):
+    """A page's template and what it shares with the others, by content: as inputs, their paths
+    would change with the checkout's place."""
+    return [sha256_file(SCRIPTS.parent / f"templates/{file}.html") for file in (name, "page")]
+
+
+def of_sweep(file):
+    """A file of each run that the config's `sweep` names."""
+
+    def files(wildcards):
+        if not C.sweep:
+            raise WorkflowError("sweep: no run is named; list the runs to compare")
+        return expand(file, run=C.sweep)
+
+    return files
+
+
 def shard_names(data):
     """The numbers of a data set's shards, known from the config alone."""
     return [f"{i:05d}" for i in range(-(-C.data[data].conversations // C.shard.shard_size))]

@@ -16,13 +16,14 @@ rule report:
         f"{R}/report_{{run}}.html",
     log:
         f"{R}/logs/report_{{run}}.jsonl",
+    wildcard_constraints:
+        run=r"(?!sweep\.html$)[^/]+",
     conda:
         ENV
     resources:
         runtime=5,
     params:
-        # By content: as an input, its path would change with the checkout's place.
-        template=sha256_file(SCRIPTS.parent / "templates/report.html"),
+        template=template_hash("report"),
         code=code_hash("report"),
     shell:
         """
@@ -37,6 +38,36 @@ rule report:
             --bench {input.bench:q} \
             --measurements {input.measurements:q} \
             --identities {input.identities:q} \
+            --out {output:q} \
+            --log {log:q}
+        """
+
+
+rule report_sweep:
+    input:
+        checkpoint=of_sweep(f"{R}/ckpt_{{run}}"),
+        vocab=of_sweep(f"{R}/vocab_{{run}}.json"),
+        check=of_sweep(f"{R}/check_{{run}}.json"),
+        bench=of_sweep(f"{R}/bench_{{run}}.json"),
+    output:
+        f"{R}/report_sweep.html",
+    log:
+        f"{R}/logs/report_sweep.jsonl",
+    conda:
+        ENV
+    resources:
+        runtime=5,
+    params:
+        template=template_hash("sweep"),
+        code=code_hash("sweep"),
+    shell:
+        """
+        python "$SCRIPTS/sweep.py" \
+            --template "$SCRIPTS/../templates/sweep.html" \
+            --checkpoint {input.checkpoint:q} \
+            --vocab {input.vocab:q} \
+            --check {input.check:q} \
+            --bench {input.bench:q} \
             --out {output:q} \
             --log {log:q}
         """

@@ -318,6 +318,8 @@ def load_config(values: dict) -> Config:
         for name, run in config.runs.items()
         if run.data not in config.data
     ]
+    if "sweep" in config.runs:
+        problems.append("runs.sweep: report_sweep.html compares runs; give this one another name")
     named = {f"conversations.{i}": block for i, block in enumerate(config.conversations)}
     for name, block in {"verifier": config.verifier, "prompts": config.prompts, **named}.items():
         kind = block.source.split(":")[0]

@@ -50,6 +50,7 @@ def test_the_default_is_valid():
         ("shard.max_length", 100, "leaves no room"),
         ("shard.max_length", 600, "must be less than extract.max_model_len"),
         ("runs.new", {"data": "2k"}, "there is no data set '2k'"),
+        ("runs.sweep", {"data": "1k"}, "runs.sweep: .* another name"),
         ("draft.num_key_value_heads", 2, "no multiple"),
         ("draft.norms", "eagle2", "'eagle3' or 'eagle3.1'"),
         ("draft.norm_before_fc", True, "there is no such key"),

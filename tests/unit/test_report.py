@@ -13,6 +13,7 @@ import pytest
 
 import report
 import table
+from eyrie import page as drawing
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "templates/report.html"
@@ -142,6 +143,14 @@ def made_up() -> dict:
                     **drafted,
                 ),
             ],
+            "held_out": {
+                "prompts": 40,
+                "drafts": 1_234,
+                "estimated_per_position": [0.41, 0.15, 0.0625],
+                "acceptance_per_position": [0.4, 0.14, 0.0325],
+                "estimated_acceptance_length": 1.6225,
+                "acceptance_length": 1.5725,
+            },
             "settings": {"temperature": 0, "gpu_memory_utilization": 0.9},
             "versions": {"vllm": "0.32.0"},
             "seconds": 75.0,
@@ -149,7 +158,7 @@ def made_up() -> dict:
         "manifest": {
             "verifier": {"source": "pypi:a-verifier", "files": {"config.json": "c0ffee"}},
             "data": ["fingerprint-0", "fingerprint-1"],
-            "rows": {"training": 950, "held_out": 50},
+            "rows": {"training": 950, "held_out": 50, "cut": 3, "left_out": 2},
             "config": {"lr": 0.0001, "layer_ids": [2, 15, 27], "scheduler": "linear"},
             "versions": {"torch": "2.13.0", "vllm": "0.32.0"},
             "seconds": 100.0,
@@ -326,6 +335,7 @@ def test_every_element_is_closed(page):
         ["0", "7.125", "31.0%", "15.0%", "6.2%", "1.52"],
         ["1, chosen", "6.125", "41.0%", "15.0%", "6.2%", "1.62"],
         ["served", "–", "36.0%", "12.0%", "4.0%", "1.52"],
+        ["estimated", "41.0%", "15.0%", "6.2%", "1.62"],
         ["empty", "9", "0.9%"],
         ["rejected", "12", "1.2%"],
         ["95%", "333"],
@@ -352,7 +362,40 @@ def test_shows_the_figures_of_its_inputs(page, row):
 def test_says_what_became_of_every_row(page):
     assert "1,012 conversations read = 1,000 kept + 12 rejected" in page.text
     assert "3 of 4 shards made, the rest from the store" in page.text
+    assert (
+        "950 rows trained on, 50 held out. 3 were cut at a turn to fit train.total_seq_len. 2 more "
+        "have no supervised token and were left out. Epoch 1 is the one served." in page.text
+    )
+
+
+def test_rows_neither_cut_nor_left_out_are_not_told(tmp_path):
+    data = made_up()
+    data["manifest"]["rows"] |= {"cut": 0, "left_out": 0}
+    page = Page(write_report(tmp_path, data, measurements()))
     assert "950 rows trained on, 50 held out. Epoch 1 is the one served." in page.text
+
+
+def test_training_and_serving_agree(page):
+    assert "40 held-out prompts were served, with 1,234 drafts." in page.text
+    assert ["served", "40.0%", "14.0%", "3.2%", "1.57"] in page.rows
+    assert "disagree" not in page.text
+
+
+def test_training_and_serving_disagree(tmp_path):
+    data = made_up()
+    data["bench"]["held_out"]["acceptance_length"] = 1.52
+    text = write_report(tmp_path, data, measurements())
+    assert '<p class="note">Training and serving disagree' in text
+    assert (
+        "length of 1.62 was estimated and 1.52 was served. Look at the layer ids" in Page(text).text
+    )
+
+
+def test_nothing_was_served_of_the_held_out_rows(tmp_path):
+    data = made_up()
+    data["bench"]["held_out"] = None
+    page = Page(write_report(tmp_path, data, measurements()))
+    assert "Estimated and served" not in page.text
 
 
 def test_says_how_to_serve(page):
@@ -373,7 +416,7 @@ def test_figures_hold_text_and_the_pages_colours(page):
     assert "eagle3, 3 draft tokens" in page.text
     drawn = " ".join(a["style"] for _, a in page.tags if "style" in a)
     assert "var(--accent)" in drawn
-    assert not set(report.COLOURS.values()) & set(re.findall("#[0-9a-f]{6}", drawn))
+    assert not set(drawing.COLOURS.values()) & set(re.findall("#[0-9a-f]{6}", drawn))
 
 
 def test_needs_nothing_but_itself(page):
@@ -463,7 +506,7 @@ def test_a_failed_report_leaves_the_old_one(tmp_path):
     [(999, "999 B"), (1_000, "1.0 kB"), (547e9, "547.0 GB"), (None, "–")],
 )
 def test_size(value, text):
-    assert report.size(value) == text
+    assert drawing.size(value) == text
 
 
 @pytest.mark.parametrize(
@@ -472,7 +515,7 @@ def test_size(value, text):
      (86_400, "24 h 00 min")],
 )  # fmt: skip
 def test_duration(seconds, text):
-    assert report.duration(seconds) == text
+    assert drawing.duration(seconds) == text
 
 
 def test_table_in_plain_text(tmp_path):

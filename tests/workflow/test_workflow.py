@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -514,6 +515,32 @@ def test_dry_runs_need_nothing_but_the_config(tmp_path, target):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"train", "vocab", "fetch_verifier"} <= jobs_of(done.stdout + done.stderr)
+
+
+def plan(folder: Path, *arguments: str) -> str:
+    snakemake = Path(sys.executable).with_name("snakemake")
+    command = [snakemake, "-n", "-j", "8", "-s", ROOT / "Snakefile", "results/report_sweep.html"]
+    done = subprocess.run(
+        [*command, *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def test_a_sweep_of_one_data_set_extracts_once(tmp_path):
+    output = plan(tmp_path)
+    counts = re.findall(r"^(extract_\w+|train|report\w*) +(\d+)$", output, re.MULTILINE)
+    assert dict(counts) == {"extract_1k": "1", "train": "2", "report_sweep": "1"}
+
+
+@pytest.mark.parametrize(
+    "sweep, message",
+    [
+        ("[]", "sweep: no run is named"),
+        ("[1k, 2k]", "run '2k' is not defined: the config has 10, 1k, 10k, 1k-classic."),
+    ],
+)
+def test_a_sweep_of_no_run_is_an_error(tmp_path, sweep, message):
+    assert message in plan(tmp_path, "--config", f"sweep={sweep}")
 
 
 def readme_dry_runs() -> list[str]:
