@@ -97,6 +97,11 @@ def of_run(block, key):
     return lambda wildcards: getattr(getattr(C.runs[wildcards.run], block), key)
 
 
+def as_json(block, key):
+    """As of_run, of a value that may be null or a mapping."""
+    return lambda wildcards: json.dumps(of_run(block, key)(wildcards), sort_keys=True)
+
+
 def hidden_of(wildcards):
     """The hidden shards that a run trains on."""
     data = data_of(wildcards)
@@ -110,6 +115,19 @@ def states_mb(data):
     tokens = C.data[data].conversations * C.shard.max_length
     element = {"bf16": 2, "fp8": 1}[C.extract.states]
     return tokens * (len(C.extract.layer_ids) + 1) * hidden * element // 10**6
+
+
+def launch(wildcards):
+    """More than one GPU takes a process for each."""
+    gpus = C.runs[wildcards.run].train.gpus
+    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    return processes if gpus > 1 else []
+
+
+def init_from(wildcards):
+    """The draft to start from, if there is one."""
+    folder = C.runs[wildcards.run].train.init_from
+    return [folder] if folder else []
 
 
 def source_options(block):

@@ -1,21 +1,3 @@
-def launch(wildcards):
-    """More than one GPU takes a process for each."""
-    gpus = C.runs[wildcards.run].train.gpus
-    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    return processes if gpus > 1 else []
-
-
-def init_from(wildcards):
-    """The draft to start from, if there is one."""
-    folder = C.runs[wildcards.run].train.init_from
-    return [folder] if folder else []
-
-
-def as_json(block, key):
-    """As of_run, of a value that may be null or a mapping."""
-    return lambda wildcards: json.dumps(of_run(block, key)(wildcards), sort_keys=True)
-
-
 rule train:
     input:
         hidden=hidden_of,
