@@ -12,6 +12,9 @@ from eyrie import engine
 PRELOAD = ["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama", "eyrie.connector"]
 PRELOAD += ["eyrie.trainer", "eyrie.draft_model", "bench", "extract", "shard", "train"]
 
+# The engine's own OpenMP; with it preloaded the scripts need not start themselves again.
+OPENMP = str(Path(sys.prefix) / "lib" / "libiomp5.so")
+
 
 def run(command: list[str], output: Path, code: str) -> None:
     script, *options = command
@@ -25,8 +28,8 @@ def run(command: list[str], output: Path, code: str) -> None:
 
 def start(command: list[str], folder: Path, code: str = "") -> multiprocessing.Process:
     """Start a script with its options, after `code`; what it prints is folder/output."""
-    # The engine's own OpenMP; it must be there when the process that is forked starts.
-    os.environ["LD_PRELOAD"] = str(Path(sys.prefix) / "lib" / "libiomp5.so")
+    # For the process from which all are forked, as it starts.
+    os.environ["LD_PRELOAD"] = OPENMP
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*engine.PRELOAD, *PRELOAD])

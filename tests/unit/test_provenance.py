@@ -24,7 +24,7 @@ def test_comments_touches_and_docstrings_change_nothing(tmp_path):
 
 
 def test_an_edit_reaches_the_stages_that_use_it(tmp_path):
-    assert edited(tmp_path, "train.py", "int(batch", "float(batch") == {"train"}
+    assert edited(tmp_path, "eyrie/trainer.py", "int(batch", "float(batch") == {"train"}
     assert edited(tmp_path, "eyrie/draft_model.py", "CHUNK = 1024", "CHUNK = 512") == {"train"}
     assert edited(tmp_path, "eyrie/connector.py", "offset + tokens", "offset + 0") == {"extract"}
     assert "extract" in edited(tmp_path, "eyrie/scheduler.py", "pass", "return None")

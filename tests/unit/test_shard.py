@@ -360,6 +360,8 @@ def test_an_end_in_the_middle_leaves_no_process_and_no_account(inputs, tmp_path,
 
     def shard_in_a_group_of_its_own() -> None:
         os.setsid()
+        # It is ignored where the tests themselves run in the background of a script.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         run([*command, "--processes", "2"])
 
     process = multiprocessing.get_context("fork").Process(target=shard_in_a_group_of_its_own)

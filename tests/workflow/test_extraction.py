@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forking import run_to_end, start
+from forking import OPENMP, run_to_end, start
 from safetensors import safe_open
 
 from eyrie.files import write_json
@@ -165,7 +165,8 @@ def test_nothing_missing_loads_no_engine(whole, shards, inputs):
     code += f"runpy.run_path({script!r}, run_name='__main__')\n"
     code += "print('vllm imported:', 'vllm' in sys.modules)"
     again = [sys.executable, "-c", code, script, *options]
-    done = subprocess.run(again, capture_output=True, text=True)
+    environment = os.environ | {"LD_PRELOAD": OPENMP}
+    done = subprocess.run(again, capture_output=True, text=True, env=environment)
     assert "4 shards, 4 in the store, 0 to make" in done.stdout, done.stderr
     assert "vllm imported: False" in done.stdout
     assert {path: path.stat().st_mtime_ns for path in (folder / "store").iterdir()} == before

