@@ -1,5 +1,6 @@
 """The draft: its config, its speculators model, and the flat checkpoint that vLLM loads."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +41,13 @@ def differences(shape: DraftShape, verifier: VerifierConfig) -> list[str]:
     return [
         f"draft.{name} {getattr(shape, name)}, the verifier's {value}"
         for name, value in own.items()
-        if value != getattr(shape, name)
+        if not same(value, getattr(shape, name))
     ]
+
+
+def same(one, other) -> bool:
+    """Equal, or equal as float32: a config converted from GGUF has 1e-5 rounded."""
+    return math.isclose(one, other, rel_tol=1e-6) if isinstance(one, float) else one == other
 
 
 def layer_config(shape: DraftShape, verifier: VerifierConfig) -> dict:

@@ -194,6 +194,8 @@ def test_what_differs_from_the_verifier_is_told(inputs):
     verifier = load_verifier_config(inputs / "verifier")
     same = shape(intermediate_size=128, max_position_embeddings=512, rms_norm_eps=1e-6)
     assert differences(same, verifier) == []
+    verifier.text["rms_norm_eps"] = float(torch.tensor(1e-6, dtype=torch.float32))
+    assert differences(same, verifier) == []
     assert differences(replace(same, head_dim=16, num_hidden_layers=2), verifier) == [
         "draft.head_dim 16, the verifier's 32"
     ]
