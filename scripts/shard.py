@@ -384,6 +384,12 @@ def show(args) -> None:
     raise DataError(f"{args.out}: its shards hold {args.show - number:,} rows, numbered from 0")
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -394,9 +400,11 @@ def main() -> None:
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--benchmark", type=Path, nargs="*", help="prompts never to train on")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shard-size", type=int, default=100, help="conversations a shard")
-    parser.add_argument("--limit", type=int, help="conversations to keep; all if not given")
-    parser.add_argument("--max-length", type=int, default=512, help="tokens a row, answer included")
+    parser.add_argument("--shard-size", type=positive, default=100, help="conversations a shard")
+    parser.add_argument("--limit", type=positive, help="conversations to keep; all if not given")
+    parser.add_argument(
+        "--max-length", type=positive, default=512, help="tokens a row, answer included"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="kept free for the answer")
     parser.add_argument("--max-turns", type=int, default=1, help="that are answered; 0 is all")
     parser.add_argument("--min-supervised-tokens", type=int, default=4)
@@ -406,7 +414,7 @@ def main() -> None:
     parser.add_argument("--system-turns", choices=["merge", "drop", "reject"], default="merge")
     parser.add_argument("--date", default="2026-01-01", help="today, to the chat template")
     parser.add_argument("--template-options", default="{}", help="JSON, for the chat template")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=positive, default=1)
     parser.add_argument("--log", type=Path, help="gets a JSON line a shard")
     parser.add_argument("--show", type=int, metavar="N", help="print row N of --out, and end")
     args = parser.parse_args()
@@ -418,6 +426,11 @@ def main() -> None:
             return
         if not args.conversations:
             raise DataError("give --conversations")
+        if args.source_name and len(args.source_name) != len(args.conversations):
+            raise DataError(
+                f"{len(args.source_name)} --source-name for {len(args.conversations)} "
+                "--conversations; give one for each, or none"
+            )
         remove_shards(args.out)
         try:
             account = make_shards(args)

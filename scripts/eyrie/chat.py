@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from eyrie.conversations import Reject
+from eyrie.verifier import end_tokens
 
 # This and what follows stand for control tokens in a message's text while it is rendered.
 PRIVATE = 0xF0000
@@ -70,11 +71,13 @@ def load_tokenizer(folder: Path, trust_remote_code: bool):
 
 
 def stop_tokens(tokenizer) -> set[int]:
-    """Tokens at which an answer ends where the verifier is served: the tokenizer's EOS and those
-    of its folder's generation_config.json."""
-    path = Path(tokenizer.name_or_path, "generation_config.json")
-    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    return {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
+    """Tokens at which an answer ends where vLLM serves the verifier: the tokenizer's EOS and those
+    of generation_config.json or, where there is none, of config.json."""
+    folder = Path(tokenizer.name_or_path)
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    config = next((json.loads(path.read_text()) for path in files if path.is_file()), {})
+    ends = end_tokens(config, config.get("text_config") or {})
+    return {tokenizer.eos_token_id, *ends} - {None}
 
 
 def is_held_out(row_id: bytes, fraction: float) -> bool:

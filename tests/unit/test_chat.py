@@ -176,7 +176,8 @@ def test_the_last_answers_own_end_is_every_answers():
     assert [supervised(chat, row) for row in rows] == ["b<|return|>", "a<|return|>"]
 
 
-def test_the_next_turns_header_ends_an_answer_where_the_verifier_stops_at_it(tmp_path):
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_the_next_turns_header_ends_an_answer_where_the_verifier_stops_at_it(tmp_path, file):
     tokenizer = tiny.make_tokenizer(GLM4, GLM4_WORDS, "<sop>", "<|endoftext|>")
     tokenizer.save_pretrained(tmp_path)
     said = talk("owl?", "sees", "mouse?", "<|user|> runs", "grass?", "grows")
@@ -184,7 +185,8 @@ def test_the_next_turns_header_ends_an_answer_where_the_verifier_stops_at_it(tmp
     chat = Chat(load_tokenizer(tmp_path, False))
     assert supervised(chat, chat.answers(said)) == "sees<|user|> runsgrows"
     stops = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    config = {"model_type": "llama", "eos_token_id": stops}
+    (tmp_path / file).write_text(json.dumps(config))
     chat = Chat(load_tokenizer(tmp_path, False))
     row = chat.answers(said)
     assert supervised(chat, row) == "sees<|user|><|user|> runs<|user|>grows"

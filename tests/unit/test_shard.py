@@ -387,6 +387,22 @@ def test_an_end_in_the_middle_leaves_no_process_and_no_account(inputs, tmp_path,
     assert ended_by == signal.SIGKILL or left == []
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--shard-size", "0"], "0 is less than 1"),
+        (["--limit", "-3"], "-3 is less than 1"),
+        (["--source-name", "a", "b"], "2 --source-name for 1 --conversations"),
+    ],
+)
+def test_options_that_cannot_be(inputs, tmp_path, options, message):
+    command = [sys.executable, str(SCRIPT), "--conversations", inputs / "conversations.jsonl"]
+    command += ["--tokenizer", inputs / "verifier", "--out", tmp_path / "out", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode and message in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_process_that_is_killed_ends_the_job_with_an_error(inputs, tmp_path):
     """As by the kernel, where memory runs out."""
     write(tmp_path / "r.jsonl", *(talk(f"the owl {i}", tiny.sentence(i)) for i in range(9000)))
