@@ -16,16 +16,12 @@ import time
 from multiprocessing import forkserver
 from pathlib import Path
 
-import pandas as pd
-
 from eyrie import engine
 from eyrie.conversations import Reject
 from eyrie.files import atomic, log_line, write_json
 from eyrie.gpus import hold_gpus
-from eyrie.hidden import split
 from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes, versions
-from eyrie.shards import ShardError, read_rows
 from eyrie.sources import DataError
 
 METHODS = ("baseline", "ngram", "eagle3")
@@ -75,7 +71,13 @@ def tokenised(args) -> list[dict]:
 
 def held_out_prompts(args) -> list[list[int]]:
     """The tokens before the first answer of the first held-out conversations."""
-    shards = [read_rows(path) for path in args.hidden]
+    from eyrie.hidden import split
+    from eyrie.shards import ShardError, read_rows
+
+    try:
+        shards = [read_rows(path) for path in args.hidden]
+    except ShardError as error:
+        raise BenchError(str(error)) from None
     _, held_out = split(shards, args.held_out)
     prompts = []
     for shard, index in held_out[: args.num_held_out]:
@@ -108,6 +110,19 @@ def read_counters(llm, draft_tokens: int) -> dict[str, int]:
     return counters
 
 
+def serve(llm, prompts: list[list[int]], sampling, draft_tokens: int) -> tuple[list, float, dict]:
+    """Serve prompts of tokens, as many at a time as the engine takes.
+
+    Returns the outputs, the seconds that they took, and by how much each counter rose.
+    """
+    before = read_counters(llm, draft_tokens)
+    begun = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    after = read_counters(llm, draft_tokens)
+    return outputs, seconds, {name: after[name] - before[name] for name in after}
+
+
 def measure(method: str, prompts: list[dict], held_out: list[list[int]], args) -> dict:
     """Serve every prompt by one method. Returns its rows, each with its output tokens, and of
     eagle3 the counters of the held-out prompts."""
@@ -121,14 +136,8 @@ def measure(method: str, prompts: list[dict], held_out: list[list[int]], args) -
     warm_up = SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, detokenize=False)
     rows = []
     for number, prompt in enumerate(prompts[:WARM_UP] + prompts):
-        ids = prompt["ids"]
-        before = read_counters(llm, args.draft_tokens)
-        begun = time.perf_counter()
-        (output,) = llm.generate(
-            [{"prompt_token_ids": ids}], warm_up if number < WARM_UP else sampling, use_tqdm=False
-        )
-        seconds = time.perf_counter() - begun
-        after = read_counters(llm, args.draft_tokens)
+        ids, limits = prompt["ids"], warm_up if number < WARM_UP else sampling
+        (output,), seconds, counters = serve(llm, [ids], limits, args.draft_tokens)
         tokens = list(output.outputs[0].token_ids)
         if number >= WARM_UP:
             rows.append(
@@ -139,7 +148,7 @@ def measure(method: str, prompts: list[dict], held_out: list[list[int]], args) -
                     "prompt_tokens": len(ids),
                     "new_tokens": len(tokens),
                     "seconds": round(seconds, 4),
-                    **{name: after[name] - before[name] for name in after},
+                    **counters,
                     "tokens": tokens,
                 }
             )
@@ -152,15 +161,12 @@ def measure(method: str, prompts: list[dict], held_out: list[list[int]], args) -
                     f"ETA {spent / done * (total - done):.0f} s",
                     flush=True,
                 )
-    counters = {}
+    there = {}
     if method == "eagle3" and held_out:
-        before = read_counters(llm, args.draft_tokens)
-        llm.generate([{"prompt_token_ids": ids} for ids in held_out], sampling, use_tqdm=False)
-        after = read_counters(llm, args.draft_tokens)
-        counters = {name: after[name] - before[name] for name in after}
+        _, _, there = serve(llm, held_out, sampling, args.draft_tokens)
     return {
         "rows": rows,
-        "held_out": counters,
+        "held_out": there,
         "dtype": args.dtype,
         "load_seconds": round(loaded - started, 2),
         "peak_rss_bytes": peak_rss_bytes(),
@@ -202,6 +208,8 @@ def trained_and_served(counters: dict, prompts: int, args) -> dict | None:
     as many positions as training looked ahead and serving asked for."""
     if not counters.get("drafts"):
         return None
+    import pandas as pd
+
     manifest = json.loads((args.checkpoint / "manifest.json").read_text())
     history = pd.read_parquet(args.checkpoint / "metrics.parquet")
     (chosen,) = history[
@@ -281,8 +289,10 @@ def main() -> None:
         prompts, held_out = tokenised(args), held_out_prompts(args)
         _lock = hold_gpus(args.gpus)
         measured = run_methods(prompts, held_out, args)
-    except (BenchError, DataError, ShardError, ValueError) as error:
+    except (BenchError, DataError, ValueError) as error:
         sys.exit(f"bench: {error}")
+
+    import pandas as pd
 
     baseline = measured["baseline"]["rows"]
     methods, rows = [], []

@@ -14,8 +14,17 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from eyrie.files import atomic, log_line
-from eyrie.page import COLOURS, SERIES, canvas, duration, fill, fixed, plot_positions, svg
+from eyrie.page import (
+    COLOURS,
+    SERIES,
+    canvas,
+    duration,
+    fill,
+    fixed,
+    plot_positions,
+    svg,
+    write_page,
+)
 
 METHOD_COLOURS = {
     "baseline": COLOURS["plain"],
@@ -353,9 +362,7 @@ def main() -> None:
     # A verifier's identity lies beside its folder, under the same name.
     verifier = next(p for p in args.identities if p.stem == "verifier").with_suffix("")
     page = render(args.template, args.run, verifier, args.checkpoint, data)
-    with atomic(args.out) as partial:
-        partial.write_text(page)
-    log_line(args.log, report=str(args.out), bytes=args.out.stat().st_size)
+    write_page(args.out, page, args.log)
     print(f"report: {args.out}")
 
 

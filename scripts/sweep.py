@@ -14,8 +14,7 @@ from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 from safetensors import safe_open
 
-from eyrie.files import atomic, log_line
-from eyrie.page import SERIES, canvas, fill, fixed, plain, plot_positions, svg
+from eyrie.page import SERIES, canvas, fill, fixed, plain, plot_positions, svg, write_page
 
 
 def read_draft(checkpoint: Path, *files: Path) -> dict:
@@ -179,9 +178,7 @@ def main() -> None:
 
     files = zip(args.checkpoint, args.vocab, args.check, args.bench, strict=True)
     page = render(args.template, [read_draft(*of_run) for of_run in files])
-    with atomic(args.out) as partial:
-        partial.write_text(page)
-    log_line(args.log, report=str(args.out), bytes=args.out.stat().st_size)
+    write_page(args.out, page, args.log)
     print(f"sweep: {args.out}")
 
 

@@ -122,7 +122,15 @@ class StepBatches(Sampler):
         return batches
 
     def steps_of(self, epoch: int) -> int:
-        return -(-len(self.batches_of(epoch)) // (self.ranks * self.accumulate))
+        return self.steps_in(self.batches_of(epoch))
+
+    def steps_in(self, batches: list) -> int:
+        return -(-len(batches) // (self.ranks * self.accumulate))
+
+    @property
+    def steps(self) -> int:
+        """Of the epoch begun, those already done included."""
+        return self.steps_in(self.batches)
 
     def batch(self, step: int, micro: int) -> np.ndarray:
         """The rows of this process's micro-batch."""
@@ -140,19 +148,17 @@ class StepBatches(Sampler):
         return first, first + micro * self.ranks + self.rank
 
     def __len__(self) -> int:
-        steps = -(-len(self.batches) // (self.ranks * self.accumulate))
-        return (steps - self.done) * self.accumulate
+        return (self.steps - self.done) * self.accumulate
 
     def __iter__(self):
-        steps = -(-len(self.batches) // (self.ranks * self.accumulate))
-        for step in range(self.done, steps):
+        for step in range(self.done, self.steps):
             for micro in range(self.accumulate):
                 yield self.batch(step, micro).tolist()
 
 
 def make_loader(dataset: HiddenRows, total_seq_len: int, seed: int, **ranks: int) -> DataLoader:
     """A DataLoader of packed batches [1, total_seq_len]; `ranks` as StepBatches takes them."""
-    _, layers, hidden = dataset.states.row(0, 0)["hidden_states"].shape
+    layers, hidden = dataset.states.state_shape
     collate = CollateFn(
         total_seq_len,
         hidden,

@@ -11,6 +11,9 @@ from eyrie.files import atomic, write_json
 from eyrie.reference import layer_fields
 from eyrie.verifier import VerifierConfig, load_head, load_tensor
 
+# Frozen copies of the verifier's own tensors in a speculators draft; build_model makes them.
+FROZEN = ("embed_tokens.", "lm_head.", "verifier_")
+
 
 @dataclass
 class DraftShape:
@@ -38,9 +41,14 @@ def differences(shape: DraftShape, verifier: VerifierConfig) -> list[str]:
     """In what the draft's layers are not the verifier's, a line a field."""
     own = layer_fields(verifier.text)
     del own["num_hidden_layers"]
+    return unlike(shape, own, "the verifier's {}")
+
+
+def unlike(shape: DraftShape, fields: dict, words: str) -> list[str]:
+    """The fields in which a shape is not another's, a line each; `words` says whose they are."""
     return [
-        f"draft.{name} {getattr(shape, name)}, the verifier's {value}"
-        for name, value in own.items()
+        f"draft.{name} {getattr(shape, name)}, {words.format(value)}"
+        for name, value in fields.items()
         if not same(value, getattr(shape, name))
     ]
 

@@ -54,14 +54,23 @@ class HiddenStates:
                     f"--layer-ids {' '.join(map(str, held[:-1]))}, or extract those"
                 )
 
-    def row(self, shard: int, index: int) -> dict[str, torch.Tensor]:
-        """input_ids int32 [n], loss_mask bool [n], hidden_states bf16 [n, n_aux + 1, H]."""
+    def file(self, shard: int):
+        """A shard's file, opened when it is first asked for."""
         if shard not in self.files:
             self.files[shard] = safe_open(self.paths[shard], "pt").__enter__()
+        return self.files[shard]
+
+    @property
+    def state_shape(self) -> list[int]:
+        """[n_aux + 1, H], from the first shard's header."""
+        return self.file(0).get_slice("hidden_states").get_shape()[1:]
+
+    def row(self, shard: int, index: int) -> dict[str, torch.Tensor]:
+        """input_ids int32 [n], loss_mask bool [n], hidden_states bf16 [n, n_aux + 1, H]."""
         rows = self.rows[shard]
         start, end = rows.row_offsets[index : index + 2].tolist()
         return {
             "input_ids": rows.input_ids[start:end],
             "loss_mask": rows.loss_mask[start:end],
-            "hidden_states": read_states(self.files[shard], start, end),
+            "hidden_states": read_states(self.file(shard), start, end),
         }

@@ -15,6 +15,8 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from eyrie.files import atomic, log_line
+
 # What figures are drawn in. On the page each becomes a CSS variable of its name, which the
 # template sets once for light and once for dark.
 COLOURS = {
@@ -142,6 +144,13 @@ def plain(value) -> str:
 def script_hash(script: str) -> str:
     """Return what a Content-Security-Policy names an inline script by."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def write_page(out: Path, page: str, log: Path | None) -> None:
+    """Write a page, whole or not at all, and tell of it in its stage's log."""
+    with atomic(out) as partial:
+        partial.write_text(page)
+    log_line(log, report=str(out), bytes=out.stat().st_size)
 
 
 def fill(template: Path, **values) -> str:

@@ -17,11 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from transformers import get_scheduler
 
+from eyrie.draft import FROZEN
 from eyrie.files import atomic
 from eyrie.muon import Float32Muon
-
-# Frozen copies of the verifier's own tensors; build_model makes them anew.
-FROZEN = ("embed_tokens.", "lm_head.", "verifier_")
 
 
 class Interrupted(Exception):
@@ -217,7 +215,6 @@ class DraftTrainer(Trainer):
         self.model.train()
         sampler = self.train_loader.batch_sampler
         sampler.set_epoch(epoch, self.done)
-        steps = sampler.steps_of(epoch)
         call = dict(self.config.train_call_kwargs)
         warming_up = epoch < self.ttt_warmup_epochs
         if warming_up:
@@ -232,7 +229,7 @@ class DraftTrainer(Trainer):
             mininterval=5,
             disable=bool(self.rank),
         )
-        for step in range(self.done, steps):
+        for step in range(self.done, sampler.steps):
             row, stopped = self.train_step(epoch, step, batches, call)
             self.record(row)
             progress.update()

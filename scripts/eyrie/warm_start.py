@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from eyrie.draft import DraftShape
+from eyrie.draft import FROZEN, DraftShape, unlike
 from eyrie.files import sha256_file
 from eyrie.reference import draft_fields
 
-# The verifier's, and the vocabulary map.
-NOT_TRAINED = ("embed_tokens.", "lm_head.", "verifier_", "d2t", "t2d")
+NOT_TRAINED = (*FROZEN, "d2t", "t2d")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -62,12 +61,7 @@ def warm_start(model: torch.nn.Module, shape: DraftShape, folder: Path) -> list[
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(found[name])
-    fields = draft_fields(folder / "config.json")
-    return [
-        f"draft.{name} {getattr(shape, name)}, {value} there"
-        for name, value in fields.items()
-        if value != getattr(shape, name)
-    ]
+    return unlike(shape, draft_fields(folder / "config.json"), "{} there")
 
 
 def shape_of(tensor: torch.Tensor | None) -> str:
