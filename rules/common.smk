@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -47,7 +48,8 @@ ENV = "../envs/cuda.yaml" if C.extract.gpus or C.train.gpus else "../envs/cpu.ya
 # one, Snakemake ignores the resource and two GPU jobs overlap. A cluster has its own queue.
 if "gpu" not in workflow.global_resources and not workflow.remote_exec:
     workflow.global_resources["gpu"] = Resource(
-        "gpu", max(C.extract.gpus, C.bench.gpus, 1, *(r.train.gpus for r in C.runs.values()))
+        "gpu",
+        max(C.extract.gpus, 1, *(g for r in C.runs.values() for g in (r.train.gpus, r.bench.gpus))),
     )
 
 
@@ -61,9 +63,11 @@ def code_hash(name):
 
 
 def template_hash(name):
-    """A page's template and what it shares with the others, by content: as inputs, their paths
-    would change with the checkout's place."""
-    return [sha256_file(SCRIPTS.parent / f"templates/{file}.html") for file in (name, "page")]
+    """A page's template and the templates that it imports, by content: as inputs, their paths would
+    change with the checkout's place."""
+    text = (SCRIPTS.parent / f"templates/{name}.html").read_text()
+    imported = re.findall(r'{% from "(\w+).html"', text)
+    return [sha256_file(SCRIPTS.parent / f"templates/{file}.html") for file in (name, *imported)]
 
 
 def of_sweep(file):
@@ -93,7 +97,7 @@ def data_of(wildcards):
 
 
 def of_run(block, key):
-    """The value of a key of vocab, draft or train, for the run that a job is of."""
+    """The value of a key of vocab, draft, train or bench, for the run that a job is of."""
     return lambda wildcards: getattr(getattr(C.runs[wildcards.run], block), key)
 
 
@@ -128,6 +132,27 @@ def init_from(wildcards):
     """The draft to start from, if there is one."""
     folder = C.runs[wildcards.run].train.init_from
     return [folder] if folder else []
+
+
+def prompt_files():
+    """Every file of prompts that a run is benchmarked on, beside the fetched one."""
+    return sorted({file for run in C.runs.values() for file in run.bench.prompt_files.values()})
+
+
+def bench_of(wildcards):
+    """What a run's benchmark reads of other drafts and prompts."""
+    bench = C.runs[wildcards.run].bench
+    return [*bench.drafts.values(), *bench.prompt_files.values()]
+
+
+def named(block, key):
+    """A mapping of a run as NAME=VALUE, one option each."""
+    return lambda wildcards: [f"{k}={v}" for k, v in of_run(block, key)(wildcards).items()]
+
+
+def run_flag(block, key):
+    """A run's switch: the option itself, or nothing."""
+    return lambda wildcards: flag(key.replace("_", "-"), of_run(block, key)(wildcards))
 
 
 def source_options(block):

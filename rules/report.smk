@@ -50,7 +50,8 @@ rule report_sweep:
         check=of_sweep(f"{R}/check_{{run}}.json"),
         bench=of_sweep(f"{R}/bench_{{run}}.json"),
     output:
-        f"{R}/report_sweep.html",
+        page=f"{R}/report_sweep.html",
+        summary=f"{R}/report_sweep.json",
     log:
         f"{R}/logs/report_sweep.jsonl",
     conda:
@@ -68,6 +69,7 @@ rule report_sweep:
             --vocab {input.vocab:q} \
             --check {input.check:q} \
             --bench {input.bench:q} \
-            --out {output:q} \
+            --out {output.page:q} \
+            --summary {output.summary:q} \
             --log {log:q}
         """

@@ -14,127 +14,11 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from eyrie.page import (
-    COLOURS,
-    SERIES,
-    canvas,
-    duration,
-    fill,
-    fixed,
-    plot_positions,
-    svg,
-    write_page,
-)
+from eyrie.benchmark_page import benchmark
+from eyrie.page import COLOURS, SERIES, canvas, duration, fill, fixed, svg, write_page
 
-METHOD_COLOURS = {
-    "baseline": COLOURS["plain"],
-    "ngram": COLOURS["series-2"],
-    "eagle3": COLOURS["accent"],
-}
 # A curve of training steps has this many points, each the mean of as many steps as that takes.
 CURVE_POINTS = 100
-
-
-def named(method: dict) -> str:
-    drafts = method["draft_tokens"]
-    return f"{method['method']}, {drafts} draft tokens" if drafts else method["method"]
-
-
-def verdict(methods: list[dict]) -> dict:
-    """Return the sentence that the report opens with, and what a reader must know beside it.
-
-    It is about the fastest eagle3 method. `notes` are of things that are not as they should be:
-    outputs that differ from the baseline's, or n-gram drafting that is as fast without training.
-    """
-    baseline = next(m for m in methods if m["method"] == "baseline")
-    draft = max((m for m in methods if m["method"] == "eagle3"), key=lambda m: m["speedup"])
-    speedup = draft["speedup"]
-    times = f"{speedup:.2f} times as fast"
-    if f"{speedup:.2f}" == "1.00":
-        claim = "Serving is no faster with the draft"
-    elif speedup < 1:
-        claim = f"Serving is slower with the draft, {times}"
-    else:
-        claim = f"Serving is {times} with the draft"
-    sentence = (
-        f"{claim}: {fixed(draft['tokens_per_s'], 1)} tokens/s against "
-        f"{fixed(baseline['tokens_per_s'], 1)}, at an acceptance length of "
-        f"{fixed(draft['acceptance_length'])} with {draft['draft_tokens']} draft tokens."
-    )
-    notes = []
-    differing = draft["prompts"] - draft["identical"]
-    if differing:
-        notes.append(
-            f"{differing:,} of {draft['prompts']:,} outputs are not identical to the baseline's."
-        )
-    for other in methods:
-        if other["method"] == "ngram" and other["speedup"] >= speedup:
-            times = f"{other['speedup']:.2f} times as fast"
-            notes.append(f"n-gram drafting, which needs no training, is {times}.")
-    return {"sentence": sentence, "notes": notes, "draft": draft}
-
-
-def by_category(measurements: pd.DataFrame) -> list[dict]:
-    """Return a dict a category, with acceptance length and speed-up of each drafting method.
-
-    Speeds are over the requests' own seconds, the baseline's in the same category being 1.
-    """
-    sums = measurements.groupby(["category", "method"], sort=True)[
-        ["new_tokens", "seconds", "drafts", "accepted"]
-    ].sum()
-    sums["speed"] = sums["new_tokens"] / sums["seconds"]
-    sums["acceptance_length"] = 1 + sums["accepted"] / sums["drafts"]
-    prompts = measurements[measurements["method"] == "baseline"].groupby("category").size()
-    return [
-        {
-            "category": category,
-            "prompts": int(prompts[category]),
-            "baseline": of["speed"]["baseline"],
-            "methods": {
-                method: {
-                    "acceptance_length": row["acceptance_length"],
-                    "speedup": row["speed"] / of["speed"]["baseline"],
-                }
-                for method, row in of.iterrows()
-                if method != "baseline"
-            },
-        }
-        for category, of in ((c, sums.loc[c]) for c in prompts.index)
-    ]
-
-
-def plot_speed(methods: list[dict]) -> Markup:
-    """Draw tokens/s of each method as a bar."""
-    figure, axes = canvas(2.8)
-    bars = axes.barh(
-        [named(m) for m in methods],
-        [m["tokens_per_s"] for m in methods],
-        color=[METHOD_COLOURS[m["method"]] for m in methods],
-        height=0.55,
-    )
-    axes.bar_label(bars, [fixed(m["tokens_per_s"], 1) for m in methods], padding=4)
-    axes.margins(x=0.14)
-    axes.invert_yaxis()
-    axes.set_xlabel("tokens/s")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(left=False)
-    axes.grid(axis="x")
-    return svg(figure, "Tokens per second of each method")
-
-
-def plot_acceptance(methods: list[dict], estimate: list[float]) -> Markup:
-    """Draw how often each draft position was accepted when served, and the held-out estimate."""
-    series = [
-        (
-            f"{m['method']}, served",
-            m["acceptance_per_position"],
-            {"color": METHOD_COLOURS[m["method"]]},
-        )
-        for m in methods
-        if m["acceptance_per_position"]
-    ]
-    hollow = {"facecolor": "none", "edgecolor": COLOURS["accent"], "linewidth": 1.2}
-    return plot_positions([*series, ("eagle3, held out", estimate, hollow)])
 
 
 def plot_training(metrics: pd.DataFrame, column: str, label: str, chosen: int) -> Markup:
@@ -299,31 +183,29 @@ def render(template: Path, run: str, verifier: Path, checkpoint: Path, data: dic
     Raises:
         KeyError, TypeError, jinja2.UndefinedError: a file lacks something that the page shows.
     """
-    methods, metrics = data["bench"]["methods"], data["metrics"]
+    metrics = data["metrics"]
+    shown = benchmark(data["bench"], data["measurements"], data["vocab"]["supervised_tokens"])
+    draft = shown["verdict"]["draft"]
     chosen = data["manifest"]["chosen_epoch"]
     epochs = metrics[metrics["kind"] == "epoch"].to_dict("records")
     names = range(positions(metrics))
     best = next(epoch for epoch in epochs if epoch["epoch"] == chosen)
-    opening = verdict(methods)
     return fill(
         template,
         **data,
         run=run,
-        verdict=opening,
-        categories=by_category(data["measurements"]),
+        benchmark=shown,
         chosen=chosen,
         epochs=epochs,
         positions=names,
         estimated=best["acceptance_length"],
         smoothing=smoothing(metrics[metrics["kind"] == "step"]),
         stages=stages(data, checkpoint),
-        serve=serve_command(verifier, checkpoint, opening["draft"]["draft_tokens"]),
+        serve=serve_command(verifier, checkpoint, draft["draft_tokens"]),
         plots={
-            "speed": plot_speed(methods),
-            "positions": plot_acceptance(methods, [best[f"full_acc_{n}"] for n in names]),
             "loss": plot_training(metrics, "loss", "loss", chosen),
             "accuracy": plot_training(metrics, "full_acc", "accuracy, cumulative", chosen),
-            "length": plot_acceptance_length(metrics, chosen, opening["draft"]),
+            "length": plot_acceptance_length(metrics, chosen, draft),
             "vocabulary": plot_vocabulary(data["vocab"]),
         },
     )

@@ -29,7 +29,7 @@ class Prompts:
     """The sets of prompts. Each prompt has `ids`, of each turn that can be asked its tokens, made
     as those of the training data are: by the template, once, so that there is one BOS."""
 
-    def __init__(self, args):
+    def __init__(self, args, held_out: list[list[int]]):
         from eyrie.chat import Chat, load_tokenizer
 
         self.args, tokenizer = args, load_tokenizer(args.verifier, args.trust_remote_code)
@@ -44,7 +44,7 @@ class Prompts:
         }
         self.sets[HELD_OUT] = [
             {"id": number, "category": "held out", "ids": [ids], "later": []}
-            for number, ids in enumerate(held_out_prompts(args))
+            for number, ids in enumerate(held_out)
         ]
 
     def first(self, path: Path, prompt: dict) -> dict:
@@ -84,11 +84,10 @@ class Prompts:
             prompt["ids"].append(ids)
 
 
-def held_out_prompts(args) -> list[list[int]]:
+def held_out_prompts(shards: list, args) -> list[list[int]]:
     """The tokens before the first answer of the first held-out conversations."""
     from eyrie.hidden import split
 
-    shards = read_shards(args)
     _, held_out = split(shards, args.held_out)
     prompts = []
     for shard, index in held_out[: args.num_held_out]:
@@ -97,17 +96,18 @@ def held_out_prompts(args) -> list[list[int]]:
     return prompts
 
 
-def read_shards(args) -> list:
+def read_shards(paths: list[Path]) -> list:
+    """The rows of hidden shards, without their states."""
     from eyrie.shards import ShardError, read_rows
 
     try:
-        return [read_rows(path) for path in args.hidden]
+        return [read_rows(path) for path in paths]
     except ShardError as error:
         raise BenchError(str(error)) from None
 
 
-def trained_on(prompts: Prompts, args) -> list[str]:
-    """The prompts that open a row of the training data."""
+def trained_on(prompts: Prompts, shards: list) -> list[str]:
+    """The prompts that open a row of the data, for whatever reason it was not kept out."""
     import numpy as np
 
     openings = {
@@ -117,7 +117,7 @@ def trained_on(prompts: Prompts, args) -> list[str]:
         for prompt in of
     }
     heads, found = tuple(openings), set()
-    for rows in read_shards(args):
+    for rows in shards:
         for index in range(len(rows)):
             row = rows.row(index).numpy().astype(np.int32).tobytes()
             if row.startswith(heads):

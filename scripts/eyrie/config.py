@@ -170,22 +170,42 @@ class Train(Block):
     runtime: Positive
 
 
+# A part of a file's name, and of an option that names one.
+Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]+$")]
+# The first is the main setting; each is measured once.
+Settings = Annotated[list[Positive], Field(min_length=1)]
+
+
 class Bench(Engine):
+    draft_gpus: Positive | None
+    methods: list[Literal["ngram", "suffix"]]
+    epochs: list[Count]
+    drafts: dict[Name, str]
     prompts: Positive
+    turns: Positive
+    prompt_files: dict[Name, str]
     held_out_prompts: Count
+    held_out_methods: Literal["drafts", "all"]
     max_new_tokens: Positive
-    draft_tokens: Positive
+    draft_tokens: Settings
+    concurrency: Settings
+    every_pair: Flag
+    prompts_elsewhere: Positive
+    repeats: Positive
+    interleave: Flag
+    samples: Count
+    profile: Flag
     runtime: Positive
 
 
 class Run(Block):
-    """vocab, draft and train are the config's own with what the run says over them."""
+    """Its blocks are the config's own with what the run says over them."""
 
     data: str
-    prompts: Positive | None = None
     vocab: Vocab
     draft: Draft
     train: Train
+    bench: Bench
 
 
 class Config(Block):
@@ -258,13 +278,13 @@ def with_reference(values: dict) -> dict:
 
 
 def _with_defaults(run, values: dict):
-    """A run with the config's vocab, draft and train under its own keys."""
+    """A run with the config's vocab, draft, train and bench under its own keys."""
     if not isinstance(run, dict):
         return run
     run = dict(with_reference(run))
     if isinstance(run.get("data"), int):
         run["data"] = str(run["data"])
-    for block in ("vocab", "draft", "train"):
+    for block in ("vocab", "draft", "train", "bench"):
         over = run.get(block, {})
         if isinstance(over, dict) and isinstance(values.get(block), dict):
             run[block] = values[block] | over
@@ -286,6 +306,23 @@ def _shape_problems(draft: Draft) -> list[str]:
         )
     if missing := ROPE_TYPES.get(kind, set()) - scaling.keys():
         problems.append(f"rope_scaling: {kind} needs {', '.join(sorted(missing))}, too")
+    return problems
+
+
+def _bench_problems(bench: Bench) -> list[str]:
+    problems = []
+    for key in ("draft_tokens", "concurrency"):
+        if len(set(getattr(bench, key))) < len(getattr(bench, key)):
+            problems.append(f"{key}: a number is listed twice")
+    if max(bench.concurrency) > bench.max_num_seqs:
+        problems.append(
+            f"concurrency: {max(bench.concurrency)} is more than max_num_seqs, "
+            f"{bench.max_num_seqs}, which vLLM serves at once"
+        )
+    if bench.draft_gpus not in (None, 1, bench.gpus):
+        problems.append(f"draft_gpus: vLLM takes 1 or as many as gpus, {bench.gpus}")
+    if bench.gpus and bench.interleave:
+        problems.append("interleave: all engines do not fit on the GPUs at once; set it to false")
     return problems
 
 
@@ -341,6 +378,7 @@ def load_config(values: dict) -> Config:
         )
     for name, run in config.runs.items():
         problems += [f"runs.{name}.draft.{problem}" for problem in _shape_problems(run.draft)]
+        problems += [f"runs.{name}.bench.{problem}" for problem in _bench_problems(run.bench)]
     if problems:
         raise ConfigError("config: " + "\n        ".join(problems))
     return config

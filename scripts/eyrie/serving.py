@@ -198,8 +198,11 @@ class Serving:
         return shares(traces[0])
 
     def about(self) -> dict:
+        import torch
+
         return {
             "dtype": self.dtype,
+            "threads": torch.get_num_threads(),
             "load_seconds": self.load_seconds,
             "peak_rss_bytes": peak_rss_bytes(),
             "peak_device_bytes": self.llm.collective_rpc("peak_device_bytes")[0],
