@@ -102,3 +102,49 @@ rule bench:
             --measurements {output.measurements:q} \
             --log {log:q}
         """
+
+
+# Not part of a report: asked for by name.
+rule serve:
+    input:
+        checkpoint=f"{R}/ckpt_{{run}}",
+        verifier=f"{R}/verifier",
+        bench=f"{R}/bench_{{run}}.json",
+        rows=f"{R}/bench_{{run}}.jsonl",
+    output:
+        f"{R}/serve_{{run}}.json",
+    log:
+        f"{R}/logs/serve_{{run}}.txt",
+    conda:
+        ENV
+    threads: workflow.cores
+    resources:
+        gpu=of_run("bench", "gpus"),
+        runtime=of_run("bench", "runtime"),
+    params:
+        trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+        gpu_memory_percent=lambda wildcards: round(
+            100 * C.runs[wildcards.run].bench.gpu_memory_utilization
+        ),
+        kv_cache_gib=of_run("bench", "kv_cache_gib"),
+        max_model_len=of_run("bench", "max_model_len"),
+        max_num_seqs=of_run("bench", "max_num_seqs"),
+        max_num_batched_tokens=of_run("bench", "max_num_batched_tokens"),
+        code=code_hash("serve"),
+    shell:
+        """
+        python "$SCRIPTS/serve.py" \
+            --checkpoint {input.checkpoint:q} \
+            --verifier {input.verifier:q} \
+            {params.trust:q} \
+            --bench {input.bench:q} \
+            --rows {input.rows:q} \
+            --gpus {resources.gpu} \
+            --gpu-memory-percent {params.gpu_memory_percent} \
+            --kv-cache-gib {params.kv_cache_gib} \
+            --max-model-len {params.max_model_len} \
+            --max-num-seqs {params.max_num_seqs} \
+            --max-num-batched-tokens {params.max_num_batched_tokens} \
+            --summary {output:q} \
+            --log {log:q}
+        """

@@ -100,6 +100,7 @@ def serve(item: dict, prompts: Prompts, engines: Engines, args) -> list[dict]:
             "repeat": item["repeat"],
             "group": item["group"],
             **record,
+            "prompt_ids": prompt["ids"][turn],
         }
         for (prompt, turn), record in zip(asked, records, strict=True)
     ]
@@ -324,8 +325,8 @@ def main() -> None:
     engine.add_arguments(parser)
     args = parser.parse_args()
 
-    # vLLM's n-gram search is numba's, whose OpenMP threads would leave its engine one thread for all
-    # else: it served at 0.69 of the baseline's speed, with as good as no drafts.
+    # vLLM's n-gram search is numba's, whose OpenMP threads would leave its engine one thread for
+    # all else: it served at 0.69 of the baseline's speed, with as good as no drafts.
     os.environ["NUMBA_THREADING_LAYER"] = "workqueue"
     engine.prepare(args.gpus, args.kv_cache_gib, in_process=False)
     started = time.time()
@@ -341,7 +342,9 @@ def main() -> None:
 
     with atomic(args.rows) as partial:
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    plain = [{k: v for k, v in row.items() if k not in ("tokens", "steps")} for row in rows]
+    plain = [
+        {k: v for k, v in row.items() if k not in ("prompt_ids", "tokens", "steps")} for row in rows
+    ]
     with atomic(args.measurements) as partial:
         # Whole numbers stay whole beside the empty cells of other numbers of draft tokens.
         pd.DataFrame(plain).convert_dtypes().to_csv(partial, index=False)
