@@ -174,6 +174,8 @@ def cells(rows: list[dict], parted: list[dict], dtype: str) -> list[dict]:
         ]
         apart = [p for p in parted if cell_of(p) == (name, method, draft_tokens, concurrency)]
         level = sum(is_rounding(p, dtype) for p in apart)
+        # Held-out conversations may be served by the drafts alone.
+        alone = dict.fromkeys(["baseline_tokens_per_s", "speedup", "spread"])
         taken = [of[0] for of in groups(mine).values()]
         result.append(
             {
@@ -185,7 +187,7 @@ def cells(rows: list[dict], parted: list[dict], dtype: str) -> list[dict]:
                 "repeats": len({row["repeat"] for row in mine}),
                 "failed": len(every) - len(mine),
                 "beyond": sum(row["beyond"] for row in mine),
-                **(speed(mine, base) if base else {}),
+                **(speed(mine, base) if base else speed(mine, mine) | alone),
                 **acceptance(mine, draft_tokens),
                 # Of the requests that were compared, in every repetition.
                 "identical": len(mine) - len(apart) if base else None,

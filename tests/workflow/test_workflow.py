@@ -287,12 +287,22 @@ def test_a_killed_benchmark_goes_on_and_measures_the_same(job, tmp_path):
     assert short["beyond"] == 8 and short["drafts"] == 0 and short["acceptance_length"] is None
 
 
-def processes_with(text: str) -> list[str]:
-    """The processes in whose environment `text` is."""
+def test_the_server_accepts_what_the_engine_did(job):
+    output = snakemake(job, "results/tiny/serve_tiny.json")
+    assert "through the server" in output
+    served = json.loads((job / "results/tiny/serve_tiny.json").read_text())
+    assert served["failed"] == 0 and served["identical"] == served["requests"] == 8
+    names = ("drafts", "proposed", "accepted", "acceptance_length", "acceptance_per_position")
+    assert [served[n] for n in names] == [served["in_process"][n] for n in names]
+    assert served["drafts"] > 0 and not processes_with("results/tiny/verifier", "cmdline")
+
+
+def processes_with(text: str, file: str = "environ") -> list[str]:
+    """The processes in whose environment, or other file of /proc, `text` is."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if text.encode() in (folder / "environ").read_bytes():
+            if text.encode() in (folder / file).read_bytes():
                 found.append(folder.name)
         except OSError:
             continue
