@@ -165,8 +165,10 @@ def sampled(methods: list[dict], prompts: Prompts, engines, state, args) -> list
     prefixes = [prompt["ids"][0] for prompt in first[:PREFIXES]]
     draft_tokens, of = args.draft_tokens[0], {}
     for number, method in enumerate(methods):
-        # Seeds of its own for each method, or equal draws would hide a difference.
-        settings = (args.samples, number << 32, args.max_num_seqs, draft_tokens)
+        # Seeds of its own for each method, or equal draws would hide a difference; torch takes 32
+        # bits of them on a CPU.
+        seed = number * PREFIXES * args.samples
+        settings = (args.samples, seed, args.max_num_seqs, draft_tokens)
         of[method["name"]] = state.get(
             ["samples", method["name"]],
             lambda method=method, s=settings: engines.ask(
