@@ -17,7 +17,9 @@ rule bench:
     resources:
         gpu=C.bench.gpus,
         runtime=C.bench.runtime,
+        mem_mb=memory_mb("bench"),
     params:
+        rates=RATES,
         prompts_name=C.prompts.name,
         prompts=lambda wildcards: C.runs[wildcards.run].prompts or C.bench.prompts,
         held_out=of_run("train", "held_out"),
@@ -65,5 +67,6 @@ rule bench:
             --max-num-batched-tokens {params.max_num_batched_tokens} \
             --summary {output.summary:q} \
             --measurements {output.measurements:q} \
-            --log {log:q}
+            --log {log:q} \
+            --rates {params.rates:q}
         """

@@ -22,6 +22,7 @@ from eyrie.files import atomic, log_line, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes, versions
+from eyrie.rates import record_rate
 from eyrie.sources import DataError
 
 METHODS = ("baseline", "ngram", "eagle3")
@@ -277,6 +278,7 @@ def main() -> None:
     parser.add_argument("--summary", type=Path, required=True, help="JSON to write")
     parser.add_argument("--measurements", type=Path, required=True, help="CSV to write")
     parser.add_argument("--log", type=Path, help="gets a JSON line a method")
+    parser.add_argument("--rates", type=Path, help="gets what a plan goes by; see eyrie.rates")
     engine.add_arguments(parser)
     args = parser.parse_args()
 
@@ -306,11 +308,17 @@ def main() -> None:
             rows.append({key: value for key, value in row.items() if key != "tokens"})
     with atomic(args.measurements) as partial:
         pd.DataFrame(rows).to_csv(partial, index=False)
+    verifier = json.loads(args.identity.read_text())["source"]
+    seconds = round(time.time() - started, 2)
+    # Of all that is done beside loading: the warm-up and the held-out prompts too.
+    served = sum(method["new_tokens"] for method in methods)
+    serving = seconds - sum(method["load_seconds"] for method in methods)
+    record_rate(args.rates, "serve", verifier, args.gpus, served, serving, f"run {args.run}")
     write_json(
         args.summary,
         {
             "run": args.run,
-            "verifier": json.loads(args.identity.read_text())["source"],
+            "verifier": verifier,
             "prompt_set": {
                 "name": args.prompts_name,
                 "prompts": args.num_prompts,
@@ -328,7 +336,7 @@ def main() -> None:
                 },
             },
             "versions": versions(),
-            "seconds": round(time.time() - started, 2),
+            "seconds": seconds,
             "peak_rss_bytes": max(result["peak_rss_bytes"] for result in measured.values()),
         },
     )

@@ -178,6 +178,25 @@ class Bench(Engine):
     runtime: Positive
 
 
+PositiveReal = Annotated[float, Field(gt=0)]
+
+
+class Rates(Block):
+    load_gb_per_s: PositiveReal | None = None
+    prefill_tokens_per_s: PositiveReal | None = None
+    answer_tokens_per_s: PositiveReal | None = None
+    train_tokens_per_s: PositiveReal | None = None
+    serve_tokens_per_s: PositiveReal | None = None
+
+
+class Plan(Block):
+    verifier: str | None
+    prompt_tokens: PositiveReal
+    answer_tokens: PositiveReal
+    gpu_memory_gib: PositiveReal | None
+    rates: Rates
+
+
 class Run(Block):
     """vocab, draft and train are the config's own with what the run says over them."""
 
@@ -205,6 +224,7 @@ class Config(Block):
     draft: Draft
     train: Train
     bench: Bench
+    plan: Plan
     runs: dict[str, Run]
     sweep: list[str]
 
