@@ -196,6 +196,8 @@ def main() -> None:
         if args.out.exists():
             raise ValueError(f"{args.out} exists; name another file")
         sizes = read_verifier(args.verifier)
+        if sizes is None:
+            raise ValueError(f"{args.verifier}: its config leaves out sizes; give a whole one")
         source, known = args.source, ""
         if source is None and args.verifier.is_dir():
             source = f"path:{args.verifier}"

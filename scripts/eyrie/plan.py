@@ -99,11 +99,23 @@ def bits(config: dict) -> float:
     return min(found, default=8 if quantization.get("quant_method") == "fp8" else 16)
 
 
-def read_verifier(path: Path) -> VerifierSizes:
+# What a plan reads of a text model's config, and of one with MLA.
+SIZES = {
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+}
+MLA_SIZES = {"qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+
+
+def read_verifier(path: Path) -> VerifierSizes | None:
     """Sizes from a folder in the Hugging Face layout, of which config.json suffices, or from a
     JSON file: a config.json, or one that has it under `config` with `weight_bytes` beside it.
 
-    Weights are counted in the folder, or taken from the index, or estimated from the config.
+    Weights are counted in the folder, or taken from the index, or estimated from the config. None
+    where the config leaves sizes to transformers' defaults.
 
     Raises:
         ValueError: it cannot be read, or is no text model's.
@@ -116,6 +128,8 @@ def read_verifier(path: Path) -> VerifierSizes:
     known = config.get("weight_bytes")
     config = config.get("config", config)
     text = text_config(config)
+    if (SIZES | (MLA_SIZES if text.get("kv_lora_rank") else set())) - text.keys():
+        return None
     index = path / "model.safetensors.index.json"
     if there := weight_bytes(path):
         return VerifierSizes(text, there, "of its files")
@@ -131,19 +145,19 @@ def read_verifier(path: Path) -> VerifierSizes:
 
 
 def known_verifier(config: Config) -> VerifierSizes | None:
-    """The verifier as it is known before it is fetched: in the folder that the config names, or by
-    the config.json that `plan.verifier` names or that the project has of this source; else None.
+    """The verifier as it is known before it is fetched: by the config.json that `plan.verifier`
+    names, or in the folder that is the source, or as the project has it of this source; else None.
 
     Raises:
         ValueError: one of them cannot be read.
     """
     source = config.verifier.source
-    folder = Path(source.removeprefix("path:"))
-    if (folder / "config.json").exists():
-        return read_verifier(folder)
     if config.plan.verifier:
         path = Path(config.plan.verifier)
         return read_verifier(path if path.exists() else ROOT / path)
+    folder = Path(source.removeprefix("path:"))
+    if (folder / "config.json").exists():
+        return read_verifier(folder)
     for path in sorted((ROOT / "configs/reference").glob("*.json")):
         known = json.loads(path.read_text()).get("source")
         if known and re.match(re.escape(known) + r"(@|==|$)", source):
@@ -394,8 +408,8 @@ def make_plan(config: Config, name: str, free_bytes: float | None = None) -> dic
     run, sizes = config.runs[name], find_verifier(config)
     if sizes is None:
         raise ValueError(
-            f"the verifier {config.verifier.source} is not here, and its sizes are not known; name "
-            f"its config.json as plan.verifier, or fetch it: snakemake {config.results}/verifier"
+            f"the sizes of the verifier {config.verifier.source} are not known; name a whole "
+            f"config.json as plan.verifier, or fetch it: snakemake {config.results}/verifier"
         )
     lines = read_rates(Path(config.results) / ".state/rates.jsonl")
     tokens = count_tokens(config, run.data)

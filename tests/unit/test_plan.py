@@ -208,6 +208,15 @@ def test_weights_of_an_index_of_files_and_of_a_guess(tmp_path):
     assert read_verifier(tmp_path).weight_bytes == 77
 
 
+def test_sizes_that_a_config_leaves_out_are_not_guessed(tmp_path):
+    config = json.loads((ROOT / "configs/reference/kimi_k25.json").read_text())["config"]
+    del config["text_config"]["v_head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_verifier(tmp_path) is None
+    with pytest.raises(ValueError, match=r"sizes of the verifier .* are not known"):
+        make_plan(kimi(tmp_path, plan={"verifier": str(tmp_path)}), "1k")
+
+
 def run_plan(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, ROOT / "scripts/plan.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -229,7 +238,7 @@ def test_the_command_prints_a_table_and_writes_the_plan(tmp_path):
         (["--run", "2k"], "run '2k' is not defined: the config has 10, 1k"),
         (["--run", "1k", "--config", "none.yaml"], "none.yaml"),
         (["--run", "1k", "--config", "odd.yaml"], "config: odd: there is no such key"),
-        (["--run", "1k", "--config", "hub.yaml"], "its sizes are not known; name its config.json"),
+        (["--run", "1k", "--config", "hub.yaml"], "hf:a/b@main are not known; name a whole"),
         (["--run", "1k", "--config", "bad.yaml"], "bad.json: cannot be read as a verifier's"),
     ],
 )
