@@ -19,7 +19,9 @@ rule bench:
     resources:
         gpu=of_run("bench", "gpus"),
         runtime=of_run("bench", "runtime"),
+        mem_mb=memory_mb("bench"),
     params:
+        rates=RATES,
         state=f"{R}/.state/bench/{{run}}",
         prompts_name=C.prompts.name,
         held_out=of_run("train", "held_out"),
@@ -41,7 +43,11 @@ rule bench:
         concurrency=of_run("bench", "concurrency"),
         every_pair=run_flag("bench", "every_pair"),
         repeats=of_run("bench", "repeats"),
-        interleave=run_flag("bench", "interleave"),
+        # GPUs hold one engine at a time.
+        interleave=lambda wildcards: flag(
+            "interleave",
+            C.runs[wildcards.run].bench.interleave and not C.runs[wildcards.run].bench.gpus,
+        ),
         samples=of_run("bench", "samples"),
         profile=run_flag("bench", "profile"),
         draft_gpus=lambda wildcards: C.runs[wildcards.run].bench.draft_gpus or 0,
@@ -100,7 +106,8 @@ rule bench:
             --summary {output.summary:q} \
             --rows {output.rows:q} \
             --measurements {output.measurements:q} \
-            --log {log:q}
+            --log {log:q} \
+            --rates {params.rates:q}
         """
 
 
@@ -121,6 +128,7 @@ rule serve:
     resources:
         gpu=of_run("bench", "gpus"),
         runtime=of_run("bench", "runtime"),
+        mem_mb=memory_mb("bench"),
     params:
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         gpu_memory_percent=lambda wildcards: round(

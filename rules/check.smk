@@ -10,6 +10,7 @@ rule check:
         ENV
     resources:
         runtime=20,
+        mem_mb=memory_mb("check"),
     params:
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         code=code_hash("check"),

@@ -11,26 +11,32 @@ SCRIPTS = Path(workflow.basedir) / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
 from snakemake.resources import Resource
 from snakemake.utils import update_config
 
 from eyrie import provenance
 from eyrie.config import ConfigError, load_config, with_reference
 from eyrie.files import sha256_file
-from eyrie.verifier import draft_size, written_text_config
+from eyrie.plan import (
+    find_verifier,
+    host_bytes,
+    known_verifier,
+    states_at_most,
+    training_bytes,
+)
+from eyrie.totals import Totals
+from eyrie.verifier import draft_size
 
 try:
     # A reference that a file or the command line names goes over config.yaml's own shape.
     update_config(config, with_reference(workflow.config_settings.overwrite_config))
     C = load_config(config)
     R = C.results
-    # {} until the verifier is there.
-    VERIFIER = written_text_config(
-        Path(R) / "verifier", Path(C.verifier.source.removeprefix("path:"))
-    )
-    if "vocab_size" in VERIFIER:
+    VERIFIER = find_verifier(C)
+    if VERIFIER:
         for settings in (C, *C.runs.values()):
-            draft_size(settings.vocab.draft_vocab_size, VERIFIER["vocab_size"])
+            draft_size(settings.vocab.draft_vocab_size, VERIFIER.text["vocab_size"])
 except (ConfigError, ValueError) as error:
     raise WorkflowError(str(error)) from None
 
@@ -51,6 +57,15 @@ if "gpu" not in workflow.global_resources and not workflow.remote_exec:
         "gpu",
         max(C.extract.gpus, 1, *(g for r in C.runs.values() for g in (r.train.gpus, r.bench.gpus))),
     )
+
+# Memory of a stage that holds no weights, and of one whose verifier's sizes are not known yet.
+SMALL_MB, UNKNOWN_MB = 4_000, 32_000
+
+# What stages measure, for the next plan.
+RATES = f"{R}/.state/rates.jsonl"
+
+# A dry run ends with the sum of what its jobs need.
+logger.addHandler(Totals(workflow))
 
 
 wildcard_constraints:
@@ -114,11 +129,38 @@ def hidden_of(wildcards):
 
 def states_mb(data):
     """The disk that a data set's states may take: every row as long as it may be."""
-    # Until the verifier is there, the draft's heads tell its size closely enough for a plan.
-    hidden = VERIFIER.get("hidden_size", C.draft.num_attention_heads * C.draft.head_dim)
-    tokens = C.data[data].conversations * C.shard.max_length
-    element = {"bf16": 2, "fp8": 1}[C.extract.states]
-    return tokens * (len(C.extract.layer_ids) + 1) * hidden * element // 10**6
+    # Until the verifier is known, the draft's heads tell its size closely enough.
+    guess = C.draft.num_attention_heads * C.draft.head_dim
+    return states_at_most(C, data, VERIFIER.hidden_size if VERIFIER else guess) // 10**6
+
+
+def memory_mb(stage):
+    """The host's memory that extract, train, check or bench needs, for the run that a job is of."""
+
+    def megabytes(wildcards):
+        run = C.runs[wildcards.run] if "run" in wildcards.keys() else next(iter(C.runs.values()))
+        return round(host_bytes(C, run, VERIFIER)[stage] / 10**6) if VERIFIER else UNKNOWN_MB
+
+    return megabytes
+
+
+def sizes_from(wildcards):
+    """The verifier itself, where a plan can know its sizes from nothing else."""
+    return [] if known_verifier(C) else [f"{R}/verifier"]
+
+
+def verifier_mb(wildcards):
+    """The disk that the verifier takes here: a local one is linked to."""
+    known = VERIFIER and not C.verifier.source.startswith("path:")
+    return round(VERIFIER.weight_bytes / 10**6) if known else 0
+
+
+def training_mb(wildcards):
+    """The disk that a run's checkpoints and training states take."""
+    if not VERIFIER:
+        return UNKNOWN_MB
+    run, layers = C.runs[wildcards.run], len(C.extract.layer_ids)
+    return training_bytes(run, VERIFIER.text, layers)["disk"] // 10**6
 
 
 def launch(wildcards):

@@ -2,6 +2,8 @@ rule report:
     input:
         shards=lambda wildcards: f"{R}/data/{data_of(wildcards)}/shards.json",
         hidden=lambda wildcards: f"{R}/data/{data_of(wildcards)}/hidden.json",
+        # As it was: a later plan makes no other report.
+        plan=ancient(f"{R}/plan_{{run}}.json"),
         vocab=f"{R}/vocab_{{run}}.json",
         checkpoint=f"{R}/ckpt_{{run}}",
         check=f"{R}/check_{{run}}.json",
@@ -22,6 +24,7 @@ rule report:
         ENV
     resources:
         runtime=5,
+        mem_mb=SMALL_MB,
     params:
         template=template_hash("report"),
         code=code_hash("report"),
@@ -32,6 +35,7 @@ rule report:
             --template "$SCRIPTS/../templates/report.html" \
             --shards {input.shards:q} \
             --hidden {input.hidden:q} \
+            --plan {input.plan:q} \
             --vocab {input.vocab:q} \
             --checkpoint {input.checkpoint:q} \
             --check {input.check:q} \
@@ -58,6 +62,7 @@ rule report_sweep:
         ENV
     resources:
         runtime=5,
+        mem_mb=SMALL_MB,
     params:
         template=template_hash("sweep"),
         code=code_hash("sweep"),

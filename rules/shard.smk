@@ -21,6 +21,7 @@ for data in C.data:
         threads: min(workflow.cores, 8)
         resources:
             runtime=30,
+            mem_mb=SMALL_MB,
         params:
             folder=subpath(output.account, parent=True),
             sources=[source.source for source in C.conversations],

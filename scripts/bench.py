@@ -26,9 +26,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from eyrie import engine
-from eyrie.bench_plan import key_of, plan
+from eyrie.bench_plan import HELD_OUT, key_of, plan
 from eyrie.bench_prompts import (
-    HELD_OUT,
     BenchError,
     Prompts,
     held_out_prompts,
@@ -39,6 +38,7 @@ from eyrie.engines import Engines, State
 from eyrie.files import atomic, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.provenance import code_hash, versions
+from eyrie.rates import record_rate
 from eyrie.sources import DataError
 
 # Prompts whose answers the report shows.
@@ -324,6 +324,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True, help="JSON lines to write")
     parser.add_argument("--measurements", type=Path, required=True, help="CSV to write")
     parser.add_argument("--log", type=Path, help="gets a JSON line a method")
+    parser.add_argument("--rates", type=Path, help="gets what a plan goes by; see eyrie.rates")
     engine.add_arguments(parser)
     args = parser.parse_args()
 
@@ -342,6 +343,8 @@ def main() -> None:
 
     import pandas as pd
 
+    from eyrie.figures import cell_of
+
     with atomic(args.rows) as partial:
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
     plain = [
@@ -350,6 +353,11 @@ def main() -> None:
     with atomic(args.measurements) as partial:
         # Whole numbers stay whole beside the empty cells of other numbers of draft tokens.
         pd.DataFrame(plain).convert_dtypes().to_csv(partial, index=False)
+    # Of all that was served, many at a time too; a plan counts the same.
+    groups = {(cell_of(row), row["repeat"], row["group"]): row["group_seconds"] for row in rows}
+    served, seconds = sum(row["new_tokens"] for row in rows), sum(groups.values())
+    verifier = summary["verifier"]
+    record_rate(args.rates, "serve", verifier, args.gpus, served, seconds, f"run {args.run}")
     took = {
         "seconds": round(time.time() - started, 2),
         "peak_rss_bytes": max(m["peak_rss_bytes"] for m in summary["methods"]),

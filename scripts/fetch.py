@@ -13,6 +13,8 @@ A verifier that comes as GGUF becomes bf16 safetensors with its tokenizer and ch
 """
 
 import argparse
+import gc
+import multiprocessing
 import os
 import re
 import shutil
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from eyrie.files import fsync_path, log_line, sha256_file, write_json
@@ -121,20 +124,30 @@ def fetch(source: str, sha256: str | None, folder: Path, data: bool) -> tuple[Pa
     return fetch_path(spec, sha256)
 
 
+def save_gguf_tokenizer(gguf: Path, out: Path) -> None:
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+
+
 def gguf_to_safetensors(gguf: Path, out: Path) -> None:
     """Write a GGUF model as bf16 safetensors, with the tokenizer and chat template it holds."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    tokenizer.save_pretrained(out)
-    model.save_pretrained(out)
+    # Reading a vocabulary makes half a million small arrays, and going over these again and again
+    # takes the garbage collector a fifth of the time.
+    gc.disable()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as beside:
+        tokenizer = beside.submit(save_gguf_tokenizer, gguf, out)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        model.save_pretrained(out)
+        tokenizer.result()
 
 
 def verifier_identity(folder: Path, identity: dict) -> dict:

@@ -165,6 +165,36 @@ def stages(data: dict, checkpoint: Path) -> list[dict]:
     ]
 
 
+def planned(data: dict) -> list[dict]:
+    """Return a dict a figure of the plan beside what it came to: name, unit, planned, measured,
+    and where the plan had it from. Of what was not made in this run, the states of an earlier one
+    say, there is nothing to compare."""
+    plan, hidden, bench = data["plan"], data["hidden"], data["bench"]
+    loads = sum(method["load_seconds"] for method in bench["methods"])
+    measured = {
+        "load": hidden["load_seconds"],
+        "extract": hidden["engine_seconds"] if hidden["made"] == hidden["shards"] else None,
+        "train": data["manifest"]["seconds"],
+        "bench": bench["seconds"] - loads,
+        "bench loads": loads,
+    }
+    tokens, source = plan["tokens"], plan["tokens"]["source"]
+    kept = plan["states"][f"{plan['states']['kept_as']}_bytes"]
+    rows = [
+        ("tokens", "tokens", tokens["total"], hidden["tokens"], source),
+        ("states", "bytes", kept, hidden["bytes"], source),
+    ]
+    if plan["memory"]["device_source"] == "this machine's memory":
+        host, peak = plan["memory"]["host_bytes"]["extract"], hidden["peak_rss_bytes"]
+        rows.append(("memory of extract", "bytes", host, peak, "the config"))
+    rows += [
+        (row["part"], "seconds", row["seconds"], measured[row["part"]] or None, row["source"])
+        for row in plan["times"]
+    ]
+    names = ("name", "unit", "planned", "measured", "source")
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
 def serve_command(verifier: Path, checkpoint: Path, draft_tokens: int) -> str:
     """Return the command for a shell, of two lines."""
     config = {
@@ -201,6 +231,7 @@ def render(template: Path, run: str, verifier: Path, checkpoint: Path, data: dic
         estimated=best["acceptance_length"],
         smoothing=smoothing(metrics[metrics["kind"] == "step"]),
         stages=stages(data, checkpoint),
+        planned=planned(data),
         serve=serve_command(verifier, checkpoint, draft["draft_tokens"]),
         plots={
             "loss": plot_training(metrics, "loss", "loss", chosen),
@@ -217,6 +248,7 @@ def main() -> None:
     parser.add_argument("--template", type=Path, required=True)
     parser.add_argument("--shards", type=Path, required=True, help="shards.json")
     parser.add_argument("--hidden", type=Path, required=True, help="hidden.json")
+    parser.add_argument("--plan", type=Path, required=True, help="plan_RUN.json")
     parser.add_argument("--vocab", type=Path, required=True, help="vocab_RUN.json")
     parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint's folder")
     parser.add_argument("--check", type=Path, required=True, help="check_RUN.json")
@@ -229,7 +261,7 @@ def main() -> None:
 
     data = {
         name: json.loads(getattr(args, name).read_text())
-        for name in ("shards", "hidden", "vocab", "check", "bench")
+        for name in ("shards", "hidden", "plan", "vocab", "check", "bench")
     }
     data["manifest"] = json.loads((args.checkpoint / "manifest.json").read_text())
     data["metrics"] = pd.read_parquet(args.checkpoint / "metrics.parquet")

@@ -35,6 +35,7 @@ from eyrie.files import link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.hidden import HiddenStates, split
 from eyrie.provenance import peak_rss_bytes, versions
+from eyrie.rates import passes, record_rate
 from eyrie.shards import ShardError
 from eyrie.trainer import DraftTrainer, Interrupted, join_processes
 from eyrie.verifier import draft_size, load_verifier_config
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int, required=True, help="steps")
     parser.add_argument("--keep", type=int, default=2, help="of the states saved")
     parser.add_argument("--log", type=Path, help="gets a JSON line an epoch")
+    parser.add_argument("--rates", type=Path, help="gets what a plan goes by; see eyrie.rates")
     parser.add_argument("--tensorboard", type=Path, help="folder of the curves")
     args = parser.parse_args()
 
@@ -303,6 +305,13 @@ def train(args) -> None:
             "peak_rss_bytes": peak_rss_bytes(),
         },
     )
+    work = sum(
+        row["tokens"] * passes(1 if row["epoch"] < args.ttt_warmup_epochs else args.ttt_steps)
+        for row in trainer.history
+        if row["kind"] == "step"
+    )
+    of = f"run {args.state.name}"
+    record_rate(args.rates, "train", identity["source"], args.gpus, work, manifest["seconds"], of)
     print(f"train: chose epoch {manifest['chosen_epoch']}; {args.out}")
 
 

@@ -2,9 +2,11 @@
 conversations, and benchmark prompts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from templates import CHATML
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -156,6 +158,16 @@ def make_verifier(folder: Path, template: str | None = CHATML, config_class=Llam
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def remade(verifier: Path, folder: Path, config: dict, **weights) -> Path:
+    """The tiny verifier with another config and some weights changed; None leaves one out."""
+    shutil.copytree(verifier, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors") | weights
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -1,6 +1,7 @@
 """What a benchmark measures, and in which order."""
 
-from eyrie.bench_prompts import HELD_OUT
+# The set of prompts that is the run's own.
+HELD_OUT = "held-out conversations"
 
 
 def passes(args, sets: dict[str, list]) -> list[dict]:

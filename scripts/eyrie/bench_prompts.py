@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
+from eyrie.bench_plan import HELD_OUT
 from eyrie.conversations import Reject
 from eyrie.prompts import read_prompts
-
-HELD_OUT = "held-out conversations"
 
 
 class BenchError(Exception):

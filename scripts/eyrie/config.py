@@ -198,6 +198,25 @@ class Bench(Engine):
     runtime: Positive
 
 
+PositiveReal = Annotated[float, Field(gt=0)]
+
+
+class Rates(Block):
+    load_gb_per_s: PositiveReal | None = None
+    prefill_tokens_per_s: PositiveReal | None = None
+    answer_tokens_per_s: PositiveReal | None = None
+    train_tokens_per_s: PositiveReal | None = None
+    serve_tokens_per_s: PositiveReal | None = None
+
+
+class Plan(Block):
+    verifier: str | None
+    prompt_tokens: PositiveReal
+    answer_tokens: PositiveReal
+    gpu_memory_gib: PositiveReal | None
+    rates: Rates
+
+
 class Run(Block):
     """Its blocks are the config's own with what the run says over them."""
 
@@ -225,6 +244,7 @@ class Config(Block):
     draft: Draft
     train: Train
     bench: Bench
+    plan: Plan
     runs: dict[str, Run]
     sweep: list[str]
 
@@ -321,8 +341,6 @@ def _bench_problems(bench: Bench) -> list[str]:
         )
     if bench.draft_gpus not in (None, 1, bench.gpus):
         problems.append(f"draft_gpus: vLLM takes 1 or as many as gpus, {bench.gpus}")
-    if bench.gpus and bench.interleave:
-        problems.append("interleave: all engines do not fit on the GPUs at once; set it to false")
     return problems
 
 

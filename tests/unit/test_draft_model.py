@@ -1,7 +1,6 @@
 """The CPU training step against speculators' own, on the same batch."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +8,10 @@ import pytest
 import tiny_kimi
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3.core import Eagle3DraftModel
+from tiny import remade
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -246,19 +246,15 @@ def test_a_window_hides_what_lies_before_it(inputs):
         assert seen == [*range(first, 23)]
 
 
-def remade(inputs, folder, config: dict, **weights):
-    """The tiny verifier with another config and some weights changed; None leaves one out."""
-    shutil.copytree(inputs / "verifier", folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors") | weights
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
-
-
 def test_a_tied_verifiers_head_is_its_embeddings(inputs, tmp_path):
     config = json.loads((inputs / "verifier/config.json").read_text())
     folder = tmp_path / "tied"
-    remade(inputs, folder, config | {"tie_word_embeddings": True}, **{"lm_head.weight": None})
+    remade(
+        inputs / "verifier",
+        folder,
+        config | {"tie_word_embeddings": True},
+        **{"lm_head.weight": None},
+    )
     model = model_of(Eagle3DraftModel, tmp_path, shape(), folder="tied")
     embeddings = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     for head in (model.lm_head, model.verifier_lm_head):
@@ -280,7 +276,7 @@ def test_a_verifiers_sizes_wherever_they_lie(inputs, tmp_path, where):
         "thinker": {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": config}},
         "outer_eos": config | {"text_config": None, "eos_token_id": [7, 8]},
     }[where]
-    remade(inputs, tmp_path / "v", changed)
+    remade(inputs / "verifier", tmp_path / "v", changed)
     if where == "thinker":
         # transformers takes no Llama in there; the reader of config.json does.
         assert read_text_config(tmp_path / "v")["hidden_size"] == 64

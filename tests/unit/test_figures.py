@@ -9,8 +9,8 @@ import pytest
 
 from bench import check_tokenizer, methods_of
 from eyrie import figures
-from eyrie.bench_plan import plan
-from eyrie.bench_prompts import HELD_OUT, BenchError
+from eyrie.bench_plan import HELD_OUT, plan
+from eyrie.bench_prompts import BenchError
 from eyrie.engines import State
 
 

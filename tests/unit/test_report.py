@@ -122,6 +122,22 @@ def made_up() -> dict:
             "load_seconds": 12.5,
             "engine_seconds": 150.0,
         },
+        "plan": {
+            "run": "1k",
+            "tokens": {"total": 450_000, "source": "plan.prompt_tokens <b>of</b> the config"},
+            "states": {"kept_as": "fp8", "fp8_bytes": 2_000_000_000},
+            "memory": {"device_source": "this machine's memory", "host_bytes": {"extract": 4e9}},
+            "times": [
+                {"part": part, "seconds": seconds, "source": "measured in data 10"}
+                for part, seconds in {
+                    "load": 10.0,
+                    "extract": 120.0,
+                    "train": 100.0,
+                    "bench": 60.0,
+                    "bench loads": 30.0,
+                }.items()
+            ],
+        },
         "vocab": {
             "draft_vocab_size": 8_192,
             "verifier_vocab_size": 49_152,
@@ -303,7 +319,7 @@ def write_inputs(folder: Path, data: dict, rows: pd.DataFrame) -> list[str]:
     rows.to_csv(folder / "bench_1k.csv", index=False)
     command = [ROOT / "scripts/report.py", "--run", "1k", "--template", TEMPLATE]
     command += ["--checkpoint", checkpoint, "--measurements", folder / "bench_1k.csv"]
-    for name in ("shards", "hidden", "vocab", "check", "bench"):
+    for name in ("shards", "hidden", "plan", "vocab", "check", "bench"):
         (folder / f"{name}.json").write_text(json.dumps(data[name]))
         command += [f"--{name}", folder / f"{name}.json"]
     command += ["--out", folder / "report_1k.html", "--identities"]
@@ -406,6 +422,11 @@ def test_every_element_is_closed(page):
         # Its two names are one file.
         ["train", "2 min 10 s", "2.0 GB", "5.0 kB", "1 min 40 s in training steps"],
         ["all", "6 min 34 s", "", "", ""],
+        ["tokens", "450,000", "503,000", "1.12", "plan.prompt_tokens <b>of</b> the config"],
+        ["states", "2.0 GB", "2.3 GB", "1.16", "plan.prompt_tokens <b>of</b> the config"],
+        ["memory of extract", "4.0 GB", "3.4 GB", "0.85", "the config"],
+        ["load", "10.0 s", "12.5 s", "1.25", "measured in data 10"],
+        ["bench loads", "30.0 s", "33.0 s", "1.10", "measured in data 10"],
         ["config.json", "c0ffee"],
         ["prompts", "hf:a/b", "cab1e"],
         ["layer_ids", "[2, 15, 27]"],
@@ -416,6 +437,11 @@ def test_every_element_is_closed(page):
 )
 def test_shows_the_figures_of_its_inputs(page, row):
     assert row in page.rows
+
+
+def test_states_that_were_there_already_are_not_compared(page):
+    """One of the four shards was in the store, so the engine did not do all that was planned."""
+    assert ["extract", "2 min 00 s", "–", "–", "measured in data 10"] in page.rows
 
 
 def test_says_what_became_of_every_row(page):

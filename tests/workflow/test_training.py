@@ -14,6 +14,7 @@ import torch
 from forking import run_to_end
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import remade
 from transformers import AutoModelForCausalLM
 
 from eyrie.files import write_json
@@ -84,6 +85,17 @@ def write_map(folder: Path, size: int = 300) -> Path:
     path = folder / f"vocab_{size}.safetensors"
     save_map(path, *choose(counts, [], size, real), made_of(identity, rows, 0.2, size))
     return path
+
+
+@pytest.fixture(scope="module")
+def inputs(inputs, tmp_path_factory) -> Path:
+    """A verifier whose head is its embeddings: its tensors are the draft's, whose vocabulary is
+    another, in every resume, too."""
+    folder = tmp_path_factory.mktemp("tied")
+    config = json.loads((inputs / "verifier/config.json").read_text())
+    config |= {"tie_word_embeddings": True}
+    remade(inputs / "verifier", folder / "verifier", config, **{"lm_head.weight": None})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +184,7 @@ def test_struck_at_five_steps_it_ends_with_the_same_weights(data, inputs, whole,
     code, output = run_to_end(command(data, inputs, tmp_path), tmp_path)
     assert code == 0 and f", step {saved}\n" in output
     same_weights(whole, tmp_path)
+    assert not json.loads((tmp_path / "ckpt/config.json").read_text())["tie_word_embeddings"]
     # The learning rates, the losses and all else, too.
     pd.testing.assert_frame_equal(history(whole), history(tmp_path))
 
@@ -270,7 +283,7 @@ def test_every_token_of_an_answer_is_learnt(data, inputs, tmp_path):
     ids = [[7, 8, 9, 11, 12, 13, 14, 15, 16, 17], [20, 21, 22, 23, 24, 25, 26]]
     states = states_of(inputs / "verifier", ids)
     # The verifier itself must want these tokens: its last state becomes the head's row of them.
-    head = load_file(inputs / "verifier/model.safetensors")["lm_head.weight"].float()
+    head = load_file(inputs / "verifier/model.safetensors")["model.embed_tokens.weight"].float()
     for row, state in zip(ids, states, strict=True):
         state[:-1, 3] = (head[row[1:]] * 1e3).bfloat16()
     masks = [[i > 3 for i in range(len(row))] for row in ids]

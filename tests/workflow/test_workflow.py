@@ -312,6 +312,25 @@ def processes_with(text: str, file: str = "environ") -> list[str]:
     return found
 
 
+def test_a_run_is_compared_with_its_plan_and_tells_the_next_one(job):
+    plan = json.loads((job / "results/tiny/plan_tiny.json").read_text())
+    assert {row["source"] for row in plan["times"]} == {"default"} and plan["faults"] == []
+    assert "Planned and measured" in (job / REPORT).read_text()
+    command = [sys.executable, SCRIPTS / "plan.py", "--config", ROOT / "configs/tiny.yaml"]
+    command += ["--run", "tiny", "--json", job / "next.json"]
+    subprocess.run(command, cwd=job, check=True)
+    following = json.loads((job / "next.json").read_text())
+    assert following["tokens"]["source"] == "counted in results/tiny/data/tiny/hidden.json"
+    bench = json.loads((job / "results/tiny/bench_tiny.json").read_text())
+    parts = {row["part"]: row for row in following["times"]}
+    assert all(row["source"].startswith("measured in ") for row in parts.values())
+    loads = sum(method["load_seconds"] for method in bench["methods"])
+    assert parts["bench"]["seconds"] == pytest.approx(bench["seconds"] - loads, abs=0.2)
+    manifest = json.loads((job / "results/tiny/ckpt_tiny/manifest.json").read_text())
+    # The estimate of what is held out differs from what is, by some of few rows.
+    assert parts["train"]["seconds"] == pytest.approx(manifest["seconds"], rel=0.4)
+
+
 def test_nothing_is_to_be_done_again(job):
     assert jobs_of(snakemake(job, "-n", REPORT)) == set()
 
@@ -334,8 +353,10 @@ def test_an_edit_reruns_what_uses_it(job, tmp_path):
     bench = repo / "scripts/bench.py"
     bench.write_text(bench.read_text().replace("SAMPLES = 4", "SAMPLES = 3"))
     assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == {"bench", "report"}
-    assert jobs_of(snakemake(job, "-n", REPORT, "--config", "extract={max_num_seqs: 4}")) == set()
-    trained = {"train", "check", "bench", "report"}
+    # A plan is made anew for any setting, and makes no other report.
+    memory = "extract={max_num_seqs: 4}"
+    assert jobs_of(snakemake(job, "-n", REPORT, "--config", memory)) == {"plan"}
+    trained = {"plan", "train", "check", "bench", "report"}
     shape = str(repo / "configs/reference/kimi_k2_eagle3.json")
     for change, jobs in {
         "train={lr: 0.5}": trained,
@@ -612,18 +633,48 @@ def test_bad_input_stops_before_the_engine(inputs, tmp_path, config, message):
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("target", ["results/ckpt_10", "results/report_10k.html"])
-def test_dry_runs_need_nothing_but_the_config(tmp_path, target):
-    snakemake = Path(sys.executable).with_name("snakemake")
-    done = subprocess.run(
-        [snakemake, "-n", "-j", "8", "-s", ROOT / "Snakefile", target],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+@pytest.mark.parametrize(
+    "config, target, total",
+    [
+        (
+            None,
+            "results/report_10k.html",
+            "11 jobs left; at most 6.5 h one after the other, 0.0 GPU",
+        ),
+        ("llama31_8b", "results/llama31_8b/ckpt_1k", "7 jobs left; at most 10.8 h"),
+        ("qwen3_8b", "results/qwen3_8b/ckpt_1k", "7 jobs left; at most 10.8 h"),
+        ("tiny", "results/tiny/ckpt_tiny", "7 jobs left"),
+        ("tiny_kimi", "results/tiny_kimi/ckpt_tiny", "7 jobs left"),
+    ],
+)
+def test_dry_runs_need_nothing_but_the_config(tmp_path, inputs, config, target, total):
+    # A local source is linked to, so it must be there.
+    (tmp_path / "inputs").symlink_to(inputs)
+    done = dry_run(tmp_path, config and ROOT / f"configs/{config}.yaml", target)
+    assert {"train", "vocab", "fetch_verifier"} <= jobs_of(done)
+    jobs = [line for line in done.splitlines() if line.startswith("    resources:")]
+    assert all("runtime=" in job and "mem_mb=" in job for job in jobs)
+    assert sum("gpu=" in job and "disk_mb=" in job for job in jobs) == 2
+    closing = done.strip().splitlines()[-1]
+    assert closing.startswith(f"Plan: {total}") and closing.endswith(
+        "make plan tells what is expected"
     )
+
+
+def test_a_dry_run_of_a_verifier_that_nobody_knows_yet(tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("verifier: {source: 'hf:a/b@main', sha256: null}")
+    assert "Plan: 11 jobs left" in dry_run(tmp_path, config, "results/report_1k.html")
+
+
+def dry_run(folder: Path, config: Path | None, target: str) -> str:
+    """Its output, of a job with its own config or of the default one."""
+    snakemake = Path(sys.executable).with_name("snakemake")
+    command = [snakemake, "-n", "-j", "8", "-s", ROOT / "Snakefile", target]
+    command += ["--configfile", config] if config else []
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {"train", "vocab", "fetch_verifier"} <= jobs_of(done.stdout + done.stderr)
+    return done.stdout
 
 
 def plan(folder: Path, *arguments: str) -> str:
@@ -671,3 +722,4 @@ def test_dry_runs_that_the_readme_names_run(tmp_path, command):
     assert {"train", "vocab", "fetch_verifier"} <= jobs_of(done.stdout + done.stderr)
     if "kimi" in command:
         assert "gpu=8" in done.stdout + done.stderr
+        assert "9.0 GPU-hours, 722.87 GB of disk" in done.stdout
