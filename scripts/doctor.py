@@ -33,7 +33,7 @@ from eyrie.sources import DataError
 from eyrie.verifier import VerifierConfig, load_head, load_tensor, load_verifier_config
 
 # Tokens of acceptance length by which another setting must be better, and standard errors.
-MARGIN, ERRORS = 0.03, 4
+MARGIN, ERRORS = 0.03, 3
 # Between training's estimate, the replay and serving, as the report has it.
 GAP = 0.1
 # Relative error of a stored state. Rounding takes 0.004 in bf16 and 0.03 in fp8; the next layer's
@@ -854,7 +854,7 @@ def main() -> None:
     parser.add_argument("--bench", type=Path, help="bench_RUN.json")
     parser.add_argument("--rows", choices=["held-out", "training"], default="held-out")
     parser.add_argument("--held-out", type=float, default=0.05, help="fraction; a manifest's first")
-    parser.add_argument("--num-prompts", type=int, default=16, help="rows or prompts to replay")
+    parser.add_argument("--num-prompts", type=int, default=24, help="rows or prompts to replay")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--draft-tokens", type=int, help="as served; the benchmark's if not given")
     parser.add_argument("--max-model-len", type=int, help="as served; the verifier's if not given")

@@ -221,7 +221,8 @@ def test_a_setting_that_only_the_replay_tells(copy, examined):
     check, changes = SETTINGS["ids one lower"]
     change_config(copy, **changes)
     forget(copy)
-    findings, code = examined(copy, "--hidden", str(copy / HIDDEN), "--held-out", "0.1")
+    options = ["--hidden", str(copy / HIDDEN), "--held-out", "0.1", "--num-prompts", "30"]
+    findings, code = examined(copy, *options)
     # Id 0 is one that no draft is trained on, which scripts/check.py knows.
     assert faults(findings) == ["files", check] and code == 1
     evidence = findings[check]["evidence"]
