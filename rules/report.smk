@@ -15,11 +15,14 @@ rule report:
             f"{R}/prompts.json",
         ],
     output:
-        f"{R}/report_{{run}}.html",
+        page=f"{R}/report_{{run}}.html",
+        markdown=f"{R}/report_{{run}}.md",
+        figures=directory(f"{R}/report_{{run}}"),
     log:
         f"{R}/logs/report_{{run}}.jsonl",
     wildcard_constraints:
-        run=r"(?!sweep\.html$)[^/]+",
+        # The folder's name would match that of every other page.
+        run=r"(?!sweep\.)[^/]+(?<!\.html)(?<!\.md)",
     conda:
         ENV
     resources:
@@ -42,7 +45,9 @@ rule report:
             --bench {input.bench:q} \
             --measurements {input.measurements:q} \
             --identities {input.identities:q} \
-            --out {output:q} \
+            --out {output.page:q} \
+            --markdown {output.markdown:q} \
+            --figures {output.figures:q} \
             --log {log:q}
         """
 

@@ -15,7 +15,19 @@ from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eyrie.benchmark_page import benchmark
-from eyrie.page import COLOURS, SERIES, canvas, duration, fill, fixed, svg, write_page
+from eyrie.files import atomic
+from eyrie.markdown import to_markdown
+from eyrie.page import (
+    COLOURS,
+    SERIES,
+    canvas,
+    duration,
+    fill,
+    fixed,
+    svg,
+    write_figures,
+    write_page,
+)
 
 # A curve of training steps has this many points, each the mean of as many steps as that takes.
 CURVE_POINTS = 100
@@ -104,6 +116,19 @@ def plot_vocabulary(vocab: dict) -> Markup:
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.grid(axis="y")
     return svg(figure, "Coverage of supervised tokens over the size of the draft vocabulary")
+
+
+def plot_norms(hidden: dict) -> Markup:
+    """Draw the mean norm of each layer's stored states."""
+    figure, axes = canvas(2.6)
+    layers = [str(layer) for layer in hidden["layer_ids"]]
+    bars = axes.bar(layers, hidden["layer_norms"], color=COLOURS["accent"], width=0.55)
+    axes.bar_label(bars, [fixed(n, 1) for n in hidden["layer_norms"]], padding=3)
+    axes.margins(y=0.14)
+    axes.set_xlabel("layer that the state enters; the last is the final norm")
+    axes.set_ylabel("mean norm")
+    axes.grid(axis="y")
+    return svg(figure, "Mean norm of the hidden states of each layer")
 
 
 def positions(metrics: pd.DataFrame) -> int:
@@ -206,6 +231,17 @@ def serve_command(verifier: Path, checkpoint: Path, draft_tokens: int) -> str:
     return f"vllm serve {shlex.quote(str(verifier))} \\\n  --speculative-config {quoted}"
 
 
+def sglang_command(verifier: Path, checkpoint: Path, draft_tokens: int) -> str:
+    """As `serve_command`, for SGLang: a chain of drafts, which the verifier's token is added to."""
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(str(verifier))} \\\n"
+        "  --speculative-algorithm EAGLE3 \\\n"
+        f"  --speculative-draft-model-path {shlex.quote(str(checkpoint))} \\\n"
+        f"  --speculative-num-steps {draft_tokens} --speculative-eagle-topk 1 \\\n"
+        f"  --speculative-num-draft-tokens {draft_tokens + 1}"
+    )
+
+
 def render(template: Path, run: str, verifier: Path, checkpoint: Path, data: dict) -> str:
     """Return the page. `data` holds the loaded files by their option's name, and `manifest` and
     `metrics` of the checkpoint.
@@ -233,11 +269,13 @@ def render(template: Path, run: str, verifier: Path, checkpoint: Path, data: dic
         stages=stages(data, checkpoint),
         planned=planned(data),
         serve=serve_command(verifier, checkpoint, draft["draft_tokens"]),
+        sglang=sglang_command(verifier, checkpoint, draft["draft_tokens"]),
         plots={
             "loss": plot_training(metrics, "loss", "loss", chosen),
             "accuracy": plot_training(metrics, "full_acc", "accuracy, cumulative", chosen),
             "length": plot_acceptance_length(metrics, chosen, draft),
             "vocabulary": plot_vocabulary(data["vocab"]),
+            "norms": plot_norms(data["hidden"]) if "layer_norms" in data["hidden"] else None,
         },
     )
 
@@ -256,6 +294,8 @@ def main() -> None:
     parser.add_argument("--measurements", type=Path, required=True, help="bench_RUN.csv")
     parser.add_argument("--identities", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--markdown", type=Path, help="the same in Markdown; needs --figures")
+    parser.add_argument("--figures", type=Path, help="folder of the figures as SVG and PNG")
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
 
@@ -276,6 +316,10 @@ def main() -> None:
     # A verifier's identity lies beside its folder, under the same name.
     verifier = next(p for p in args.identities if p.stem == "verifier").with_suffix("")
     page = render(args.template, args.run, verifier, args.checkpoint, data)
+    if args.figures:
+        figures = write_figures(args.figures)
+        with atomic(args.markdown) as partial:
+            partial.write_text(to_markdown(page, figures))
     write_page(args.out, page, args.log)
     print(f"report: {args.out}")
 

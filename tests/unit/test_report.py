@@ -209,7 +209,12 @@ def made_up() -> dict:
             "verifier": {"source": "pypi:a-verifier", "files": {"config.json": "c0ffee"}},
             "data": ["fingerprint-0", "fingerprint-1"],
             "rows": {"training": 950, "held_out": 50, "cut": 3, "left_out": 2},
-            "config": {"lr": 0.0001, "layer_ids": [2, 15, 27], "scheduler": "linear"},
+            "config": {
+                "norms": "eagle3.1",
+                "lr": 0.0001,
+                "layer_ids": [2, 15, 27],
+                "scheduler": "linear",
+            },
             "versions": {"torch": "2.13.0", "vllm": "0.32.0"},
             "seconds": 100.0,
             "wall_seconds": 130.0,
@@ -500,7 +505,7 @@ def test_says_how_to_serve(page):
 
 def test_figures_hold_text_and_the_pages_colours(page):
     figures = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(figures) == 6 and all(figure["aria-label"] for figure in figures)
+    assert len(figures) == 7 and all(figure["aria-label"] for figure in figures)
     assert "requests at once" in page.text
     drawn = " ".join(a["style"] for _, a in page.tags if "style" in a)
     assert "var(--accent)" in drawn
