@@ -561,7 +561,7 @@ def main() -> None:
     parser.add_argument("--states", choices=["bf16", "fp8"], default="bf16", help="on disk")
     engine.add_arguments(parser)
     args = parser.parse_args()
-    engine.prepare(args.gpus, args.kv_cache_gib, in_process=True)
+    engine.prepare(args.gpus, in_process=True)
     args.dtype = engine.resolve_dtype(args.dtype)
 
     started = time.time()
