@@ -181,10 +181,16 @@ def training_mb(wildcards):
     return training_bytes(run, VERIFIER.text, layers)["disk"] // 10**6
 
 
+def halved(bound):
+    """A bound of memory; each further attempt of a job, as `retries` allow them, takes half."""
+    return lambda wildcards, attempt: max(1, bound >> (attempt - 1))
+
+
 def launch(wildcards):
-    """More than one GPU takes a process for each."""
+    """More than one GPU takes a process for each. After `--`, since torchrun would take the script's
+    --log for an abbreviation of its own options."""
     gpus = C.runs[wildcards.run].train.gpus
-    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "--"]
     return processes if gpus > 1 else []
 
 

@@ -21,11 +21,11 @@ for data in C.data:
             disk_mb=states_mb(data),
             mem_mb=memory_mb("extract"),
             runtime=C.extract.runtime,
-            # Memory tuning changes no state, and a resource reruns nothing.
+            # Memory tuning changes no state, and a resource reruns nothing. A retry takes half.
             gpu_memory_percent=round(100 * C.extract.gpu_memory_utilization),
             kv_cache_gib=C.extract.kv_cache_gib,
-            max_num_seqs=C.extract.max_num_seqs,
-            max_num_batched_tokens=C.extract.max_num_batched_tokens,
+            max_num_seqs=halved(C.extract.max_num_seqs),
+            max_num_batched_tokens=halved(C.extract.max_num_batched_tokens),
             # Only compared with the verifier's, before any work.
             draft_vocab_size=C.vocab.draft_vocab_size,
         params:
