@@ -45,7 +45,11 @@ except (ConfigError, ValueError) as error:
 # params these paths would rerun everything once the checkout has moved. Beside each job runs what
 # ends its processes with it and with Snakemake. speculators tells by loguru of each weight it looks
 # for. Huge pages make a CPU's products 5 to 8% faster.
+KILLED = (
+    "killed by signal 9, most often for want of memory: lower extract.max_num_seqs or kv_cache_gib"
+)
 shell.prefix(
+    f"trap '[ $? != 137 ] || echo {KILLED} >&2' EXIT; "
     f"{shlex.quote(sys.executable)} -SE {shlex.quote(str(SCRIPTS / 'eyrie/jobs.py'))} $$ $PPID & "
     f"export SCRIPTS={shlex.quote(str(SCRIPTS))} EYRIE_JOB=$$:$PPID LOGURU_LEVEL=ERROR "
     "GLIBC_TUNABLES=${{GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}} "

@@ -339,6 +339,13 @@ def test_nothing_is_to_be_done_again(job):
     assert jobs_of(snakemake(job, "-n", REPORT)) == set()
 
 
+def test_nothing_is_to_be_done_again_once_the_folder_has_moved(job):
+    moved = job.rename(job.with_name("moved"))
+    output = snakemake(moved, "-n", REPORT)
+    moved.rename(job)
+    assert jobs_of(output) == set()
+
+
 def test_touching_scripts_and_inputs_reruns_nothing(job, tmp_path):
     repo = copy_of_repo(tmp_path)
     assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == set()
@@ -794,7 +801,7 @@ def test_the_ranks_of_a_killed_training_end(job):
 
 def test_a_killed_training_goes_on_once_unlocked(job):
     """No step is done twice; a second run beside a live one is refused, without that advice."""
-    arguments = ["results/tiny/ckpt_tiny", "--config", "train={epochs: 10}"]
+    arguments = ["results/tiny/ckpt_tiny", "--config", "train={epochs: 4}"]
     run = Killable(job, *arguments)
     states = job / "results/tiny/.state/train/tiny"
     before = set(states.glob("*"))

@@ -1,4 +1,4 @@
-"""Two GPU jobs of one run, under the project's own profile and rules/common.smk."""
+"""Jobs that need GPUs and one that is killed, under the project's own profile and common.smk."""
 
 import json
 import subprocess
@@ -24,6 +24,10 @@ rule job:
     shell:
         '''python -c "import json, os, time; began = time.time(); time.sleep(0.5)
 json.dump([began, time.time(), os.environ['CUDA_VISIBLE_DEVICES']], open('{output}', 'w'))"'''
+
+rule killed:
+    output: "killed"
+    shell: '''python -c "import os; os.kill(os.getpid(), 9)"'''
 """
 
 
@@ -70,3 +74,9 @@ def test_a_limit_below_what_a_job_needs_is_an_error(folder):
     assert done.returncode == 1
     assert "a job needs 8 GPUs, and Snakemake may give 4" in done.stderr
     assert not list(folder.glob("?.json"))
+
+
+def test_a_job_killed_for_want_of_memory_says_what_to_lower(folder):
+    done = run(folder, "killed")
+    assert done.returncode == 1
+    assert "killed by signal 9, most often for want of memory: lower extract.max" in done.stderr
