@@ -44,7 +44,7 @@ from eyrie.verifier import (
     draft_size,
     extraction_ids,
     load_verifier_config,
-    read_text_config,
+    text_sizes,
 )
 
 
@@ -551,9 +551,7 @@ def main() -> None:
 
     started = time.time()
     try:
-        text = read_text_config(args.verifier)
-        if not {"num_hidden_layers", "vocab_size"} <= text.keys():
-            text = load_verifier_config(args.verifier, args.trust_remote_code).text
+        text = text_sizes(args.verifier, args.trust_remote_code)
         args.layer_ids = extraction_ids(args.layer_ids, text["num_hidden_layers"])
         # Told now, not after hours of extraction.
         draft_size(args.draft_vocab_size, text["vocab_size"])
