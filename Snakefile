@@ -11,6 +11,7 @@ configfile: f"{workflow.basedir}/config.yaml"
 include: "rules/common.smk"
 include: "rules/fetch.smk"
 include: "rules/shard.smk"
+include: "rules/preflight.smk"
 include: "rules/extract.smk"
 include: "rules/vocab.smk"
 include: "rules/train.smk"
@@ -22,4 +23,4 @@ include: "rules/report.smk"
 rule all:
     default_target: True
     input:
-        f"{R}/report_1k.html",
+        REPORT,

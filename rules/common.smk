@@ -23,6 +23,7 @@ try:
     update_config(config, with_reference(workflow.config_settings.overwrite_config))
     C = load_config(config)
     R = C.results
+    REPORT = f"{R}/report_1k.html"
     # {} until the verifier is there.
     VERIFIER = written_text_config(
         Path(R) / "verifier", Path(C.verifier.source.removeprefix("path:"))
@@ -82,6 +83,18 @@ def shard_names(data):
     return [f"{i:05d}" for i in range(-(-C.data[data].conversations // C.shard.shard_size))]
 
 
+def asked_for(wildcards):
+    """The preflights of those runs of a data set that the targets name."""
+    names = set()
+    for target in workflow.dag_settings.targets or [REPORT]:
+        for part in Path(target).parts:
+            _, _, name = part.partition("_")
+            names |= {name, Path(name).stem}
+    names |= set(C.sweep) if "sweep" in names else set()
+    runs = [run for run in C.runs if run in names and C.runs[run].data == wildcards.data]
+    return expand(f"{R}/preflight_{{run}}.json", run=runs)
+
+
 def data_of(wildcards):
     """The data set of a run; an error that names the runs there are."""
     if wildcards.run not in C.runs:
@@ -97,9 +110,17 @@ def of_run(block, key):
     return lambda wildcards: getattr(getattr(C.runs[wildcards.run], block), key)
 
 
-def as_json(block, key):
-    """As of_run, of a value that may be null or a mapping."""
-    return lambda wildcards: json.dumps(of_run(block, key)(wildcards), sort_keys=True)
+def draft_shape(wildcards):
+    """The `draft` block of the run that a job is of, as options of scripts."""
+    options = []
+    for key, value in C.runs[wildcards.run].draft:
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            options += flag(name, value)
+        elif key != "reference":
+            text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+            options += [f"--{name}", text]
+    return options
 
 
 def hidden_of(wildcards):

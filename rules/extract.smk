@@ -8,6 +8,8 @@ for data in C.data:
             shards=expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=shard_names(data)),
             verifier=f"{R}/verifier",
             identity=f"{R}/verifier.json",
+            # Ancient: another run's preflight extracts nothing again.
+            gate=ancient(f"{R}/data/{data}/preflight.json"),
         output:
             hidden=expand(f"{R}/data/{data}/hidden/{{shard}}.safetensors", shard=shard_names(data)),
             summary=f"{R}/data/{data}/hidden.json",

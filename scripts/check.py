@@ -22,14 +22,12 @@ from eyrie.checks import (
     check_reference,
     check_trained,
     check_values,
+    passed,
+    tell,
 )
 from eyrie.files import log_line, write_json
 from eyrie.provenance import peak_rss_bytes
 from eyrie.verifier import text_sizes
-
-
-def passed(checks: list[dict]) -> bool:
-    return all(c["ok"] for c in checks)
 
 
 def light(args, name: str, verifier: dict, manifest: dict) -> tuple[list[dict], dict]:
@@ -57,23 +55,6 @@ def loads(folder: Path, config: dict, verifier: Path, trust_remote_code: bool) -
 
     own = "embed_tokens.weight" in read_header(folder / WEIGHTS)
     return check_loads(folder, config, own, verifier, trust_remote_code)
-
-
-def tell(results: dict[str, list[dict]], told: dict[str, int]) -> None:
-    """Print the checks that are new; one line for all epochs of which it says the same."""
-    lines: dict[tuple, list[str]] = {}
-    for name, checks in results.items():
-        for check in checks[told.get(name, 0) :]:
-            lines.setdefault(tuple(check.values()), []).append(name)
-        told[name] = len(checks)
-    for (check, ok, found, expected, effect), names in lines.items():
-        where = "" if len(results) == 1 else "all: " if len(names) == len(results) else (
-            f"{', '.join(names)}: ")  # fmt: skip
-        if ok:
-            print(f"ok   {where}{check}: {found}")
-        else:
-            print(f"FAIL {where}{check}: found {found}, expected {expected}. When served: {effect}")
-    sys.stdout.flush()
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Config and header are checked from a few kilobytes; weights are read after both 
 """
 
 import math
+import sys
 from pathlib import Path
 
 from eyrie.checkpoint import (
@@ -68,6 +69,27 @@ def result(check: str, ok: bool, found, expected, effect: str) -> dict:
         "expected": str(expected),
         "effect": effect,
     }
+
+
+def passed(checks: list[dict]) -> bool:
+    return all(c["ok"] for c in checks)
+
+
+def tell(results: dict[str, list[dict]], told: dict[str, int]) -> None:
+    """Print the checks that are new; one line for all epochs of which it says the same."""
+    lines: dict[tuple, list[str]] = {}
+    for name, checks in results.items():
+        for check in checks[told.get(name, 0) :]:
+            lines.setdefault(tuple(check.values()), []).append(name)
+        told[name] = len(checks)
+    for (check, ok, found, expected, effect), names in lines.items():
+        where = "" if len(results) == 1 else "all: " if len(names) == len(results) else (
+            f"{', '.join(names)}: ")  # fmt: skip
+        if ok:
+            print(f"ok   {where}{check}: {found}")
+        else:
+            print(f"FAIL {where}{check}: found {found}, expected {expected}. When served: {effect}")
+    sys.stdout.flush()
 
 
 def is_number(value) -> bool:

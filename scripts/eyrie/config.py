@@ -153,6 +153,7 @@ class Train(Block):
     seed: Count
     gradient_accumulation: Positive
     patience: Count
+    layout: Literal["flat", "sglang", "speculators"]
     checkpoint_every: Positive
     keep: Positive
     runtime: Positive

@@ -1,7 +1,6 @@
 """The draft: its config, its speculators model, and the flat checkpoint that vLLM loads."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,33 +9,12 @@ from safetensors.torch import save_file
 from eyrie.checkpoint import ARCHITECTURE, WEIGHTS, flat_name, layer_id_fields
 from eyrie.files import atomic, write_json
 from eyrie.reference import layer_fields
+from eyrie.shape import DraftShape
 from eyrie.shards import SAFETENSORS_DTYPES
 from eyrie.verifier import VerifierConfig, load_head, load_tensor
 
 # Frozen copies of the verifier's own tensors in a speculators draft; build_model makes them.
 FROZEN = ("embed_tokens.", "lm_head.", "verifier_")
-
-
-@dataclass
-class DraftShape:
-    """Every choice that the draft's architecture leaves open, as the config names them."""
-
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    rope_theta: float
-    max_position_embeddings: int
-    rms_norm_eps: float
-    norms: str  # eagle3, or eagle3.1: normed before fc, and passed on normed
-    norm_before_residual: bool
-    rope_scaling: dict | None = None
-    sliding_window: int | None = None  # tokens that each layer looks back, itself included
-
-    @property
-    def normed(self) -> bool:
-        return self.norms == "eagle3.1"
 
 
 def differences(shape: DraftShape, verifier: VerifierConfig) -> list[str]:

@@ -1,6 +1,7 @@
 """A draft as vLLM itself reads and loads it, without an engine: in seconds, on a CPU, beside a
 verifier of which only config.json is read."""
 
+import importlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,14 @@ class Loaded:
     layer_ids_v1: tuple[int, ...] | None
     layer_ids_v2: tuple[int, ...] | None
     unwritten: list[str]
+    states: bool  # the verifier's class in vLLM hands over the states of its layers
+
+
+def import_vllm() -> None:
+    """What `load` imports, ahead of it."""
+    engine.set_environment(0, 1, in_process=True)
+    for name in engine.PRELOAD:
+        importlib.import_module(name)
 
 
 def load(folder: Path, verifier: Path, trust_remote_code: bool = False) -> Loaded:
@@ -32,7 +41,7 @@ def load(folder: Path, verifier: Path, trust_remote_code: bool = False) -> Loade
 
     Raises whatever vLLM raises.
     """
-    engine.set_environment(0, 1, in_process=True)
+    import_vllm()
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import (
@@ -41,7 +50,8 @@ def load(folder: Path, verifier: Path, trust_remote_code: bool = False) -> Loade
         model_parallel_is_initialized,
     )
     from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.model_loader.utils import get_model_cls, initialize_model
+    from vllm.model_executor.models.interfaces import supports_eagle3
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -83,6 +93,7 @@ def load(folder: Path, verifier: Path, trust_remote_code: bool = False) -> Loade
         GPUModelRunner._get_eagle3_aux_layers_from_config(Runner()),
         get_eagle3_aux_layers_from_config(config.speculative_config),
         unwritten,
+        supports_eagle3(get_model_cls(config.model_config)),
     )
 
 
@@ -105,6 +116,9 @@ def check_loads(
     except Exception as error:  # vLLM raises whatever its parts do
         return [*checks, result("vLLM loads it", False, told(error), "loaded", "it does not start")]
     checks.append(result("vLLM loads it", True, "loaded", "loaded", "it does not start"))
+    effect = "vLLM takes no draft for this verifier"
+    name = "vLLM takes states from the verifier"
+    checks.append(result(name, loaded.states, loaded.states, True, effect))
     ids = tuple(config["eagle_aux_hidden_state_layer_ids"])
     for runner, found in (("V1", loaded.layer_ids_v1), ("V2", loaded.layer_ids_v2)):
         name = f"layer ids of vLLM's {runner} runner"
