@@ -44,6 +44,18 @@ shell.prefix(
 )
 ENV = "../envs/cuda.yaml" if C.extract.gpus or C.train.gpus else "../envs/cpu.yaml"
 
+# What decides whether extraction has the memory, and how long what is served may be.
+PREFLIGHT_ENGINE = shlex.join(
+    [
+        f"--dtype={C.verifier.dtype}",
+        f"--max-model-len={C.bench.max_model_len}",
+        f"--gpus={C.extract.gpus}",
+        f"--gpu-memory-percent={round(100 * C.extract.gpu_memory_utilization)}",
+        f"--kv-cache-gib={C.extract.kv_cache_gib}",
+        f"--max-num-batched-tokens={C.extract.max_num_batched_tokens}",
+    ]
+)
+
 # A limit set here survives `--resources other=1`, which replaces a profile's limits: without
 # one, Snakemake ignores the resource and two GPU jobs overlap. A cluster has its own queue.
 if "gpu" not in workflow.global_resources and not workflow.remote_exec:
@@ -83,16 +95,20 @@ def shard_names(data):
     return [f"{i:05d}" for i in range(-(-C.data[data].conversations // C.shard.shard_size))]
 
 
-def asked_for(wildcards):
-    """The preflights of those runs of a data set that the targets name."""
+def asked_for(data):
+    """Those runs of a data set that the targets name."""
     names = set()
     for target in workflow.dag_settings.targets or [REPORT]:
         for part in Path(target).parts:
             _, _, name = part.partition("_")
             names |= {name, Path(name).stem}
     names |= set(C.sweep) if "sweep" in names else set()
-    runs = [run for run in C.runs if run in names and C.runs[run].data == wildcards.data]
-    return expand(f"{R}/preflight_{{run}}.json", run=runs)
+    return [run for run in C.runs if run in names and C.runs[run].data == data]
+
+
+def token_shards(data):
+    """The token shards of a data set."""
+    return expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=shard_names(data))
 
 
 def data_of(wildcards):
@@ -110,10 +126,10 @@ def of_run(block, key):
     return lambda wildcards: getattr(getattr(C.runs[wildcards.run], block), key)
 
 
-def draft_shape(wildcards):
-    """The `draft` block of the run that a job is of, as options of scripts."""
+def draft_shape(run):
+    """The `draft` block of a run as options of scripts."""
     options = []
-    for key, value in C.runs[wildcards.run].draft:
+    for key, value in C.runs[run].draft:
         name = key.replace("_", "-")
         if isinstance(value, bool):
             options += flag(name, value)
@@ -121,6 +137,16 @@ def draft_shape(wildcards):
             text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
             options += [f"--{name}", text]
     return options
+
+
+def drafts(runs):
+    """What scripts/preflight.py is told of some runs' drafts."""
+    options = {}
+    for run in runs:
+        size, train = C.runs[run].vocab.draft_vocab_size, C.runs[run].train
+        options[run] = [*draft_shape(run), "--draft-vocab-size", str(size)]
+        options[run] += ["--ttt-steps", str(train.ttt_steps), "--layout", train.layout]
+    return json.dumps(options)
 
 
 def hidden_of(wildcards):

@@ -5,11 +5,10 @@ for data in C.data:
         name:
             f"extract_{data}"
         input:
-            shards=expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=shard_names(data)),
+            shards=token_shards(data),
             verifier=f"{R}/verifier",
             identity=f"{R}/verifier.json",
-            # Ancient: another run's preflight extracts nothing again.
-            gate=ancient(f"{R}/data/{data}/preflight.json"),
+            preflights=f"{R}/data/{data}/preflights.json",
         output:
             hidden=expand(f"{R}/data/{data}/hidden/{{shard}}.safetensors", shard=shard_names(data)),
             summary=f"{R}/data/{data}/hidden.json",

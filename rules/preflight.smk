@@ -1,79 +1,89 @@
+# Both rules look at drafts with the same script, which does not look twice at the same: what passed
+# lies in .state under a digest of all that decides it.
+
+
+# A run's own. Training has it as input, so it runs again only where training would: neither an edit
+# of the checks nor memory tuning is a parameter.
 rule preflight:
     input:
-        shards=lambda wildcards: expand(
-            f"{R}/data/{data_of(wildcards)}/shards/{{shard}}.safetensors",
-            shard=shard_names(data_of(wildcards)),
-        ),
+        shards=lambda wildcards: token_shards(data_of(wildcards)),
         verifier=f"{R}/verifier",
+        identity=f"{R}/verifier.json",
     output:
         f"{R}/preflight_{{run}}.json",
     log:
         f"{R}/logs/preflight_{{run}}.jsonl",
-    # Before any extraction that is ready, too.
-    priority: 1
     conda:
         ENV
     resources:
         runtime=10,
-        # As extraction's: memory tuning changes no check's input.
-        gpu_memory_percent=round(100 * C.extract.gpu_memory_utilization),
-        kv_cache_gib=C.extract.kv_cache_gib,
-        max_num_batched_tokens=C.extract.max_num_batched_tokens,
+        engine=PREFLIGHT_ENGINE,
         states_mb=lambda wildcards: states_mb(data_of(wildcards)),
     params:
-        store=f"{R}/.state/store",
-        gpus=C.extract.gpus,
-        dtype=C.verifier.dtype,
+        state=f"{R}/.state",
+        drafts=lambda wildcards: drafts([wildcards.run]),
+        layer_ids=C.extract.layer_ids,
         max_length=C.shard.max_length,
         answers=C.shard.answers,
-        max_model_len=C.bench.max_model_len,
-        draft_vocab_size=of_run("vocab", "draft_vocab_size"),
-        layer_ids=C.extract.layer_ids,
-        shape=draft_shape,
-        ttt_steps=of_run("train", "ttt_steps"),
-        layout=of_run("train", "layout"),
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
-        code=code_hash("preflight"),
     shell:
         """
         python "$SCRIPTS/preflight.py" \
+            --drafts {params.drafts:q} \
             --shards {input.shards:q} \
             --verifier {input.verifier:q} \
+            --identity {input.identity:q} \
             {params.trust:q} \
-            --store {params.store:q} \
-            --out {output:q} \
-            --log {log:q} \
+            --state {params.state:q} \
             --layer-ids {params.layer_ids} \
-            {params.shape:q} \
-            --draft-vocab-size {params.draft_vocab_size} \
-            --ttt-steps {params.ttt_steps} \
-            --layout {params.layout} \
             --answers {params.answers} \
             --max-length {params.max_length} \
             --states-mb {resources.states_mb} \
-            --dtype {params.dtype} \
-            --max-model-len {params.max_model_len} \
-            --gpus {params.gpus} \
-            --gpu-memory-percent {resources.gpu_memory_percent} \
-            --kv-cache-gib {resources.kv_cache_gib} \
-            --max-num-batched-tokens {resources.max_num_batched_tokens}
+            {resources.engine} \
+            --out {output:q} \
+            --log {log:q}
         """
 
 
-# What extraction of a data set waits for: the preflights of the runs that are asked for. It is
-# deleted once extraction has ended, so that a run more or less asks for no extraction.
+# What extraction waits for, whatever makes it run: the drafts of its data set that are asked for.
+# They are a resource and the file is deleted afterwards: as inputs or parameters, a run more or a
+# draft's other keys would extract again, and train every run of the data set.
 rule preflights:
     input:
-        shards=f"{R}/data/{{data}}/shards.json",
-        runs=asked_for,
+        shards=lambda wildcards: token_shards(wildcards.data),
+        verifier=f"{R}/verifier",
+        identity=f"{R}/verifier.json",
     output:
-        temp(f"{R}/data/{{data}}/preflight.json"),
+        temp(f"{R}/data/{{data}}/preflights.json"),
     log:
-        f"{R}/logs/preflights_{{data}}.log",
-    localrule: True
+        f"{R}/logs/preflights_{{data}}.jsonl",
     conda:
         ENV
+    resources:
+        runtime=10,
+        engine=PREFLIGHT_ENGINE,
+        states_mb=lambda wildcards: states_mb(wildcards.data),
+        drafts=lambda wildcards: drafts(asked_for(wildcards.data)),
+    params:
+        state=f"{R}/.state",
+        layer_ids=C.extract.layer_ids,
+        max_length=C.shard.max_length,
+        answers=C.shard.answers,
+        trust=flag("trust-remote-code", C.verifier.trust_remote_code),
     shell:
         """
-        cat {input.runs:q} /dev/null >{output:q} 2>{log:q}
+        python "$SCRIPTS/preflight.py" \
+            --drafts {resources.drafts:q} \
+            --shards {input.shards:q} \
+            --verifier {input.verifier:q} \
+            --identity {input.identity:q} \
+            {params.trust:q} \
+            --state {params.state:q} \
+            --layer-ids {params.layer_ids} \
+            --answers {params.answers} \
+            --max-length {params.max_length} \
+            --states-mb {resources.states_mb} \
+            {resources.engine} \
+            --out {output:q} \
+            --log {log:q}
         """

@@ -5,8 +5,7 @@ rule train:
         verifier=f"{R}/verifier",
         identity=f"{R}/verifier.json",
         init=init_from,
-        # A check that is made anew trains nothing anew.
-        preflight=ancient(f"{R}/preflight_{{run}}.json"),
+        preflight=f"{R}/preflight_{{run}}.json",
     output:
         directory(f"{R}/ckpt_{{run}}"),
     log:
@@ -25,7 +24,7 @@ rule train:
         init=lambda wildcards, input: ["--init-from", *input.init] if input.init else [],
         draft_vocab_size=of_run("vocab", "draft_vocab_size"),
         layer_ids=C.extract.layer_ids,
-        shape=draft_shape,
+        shape=lambda wildcards: draft_shape(wildcards.run),
         dtype=of_run("train", "dtype"),
         held_out=of_run("train", "held_out"),
         epochs=of_run("train", "epochs"),

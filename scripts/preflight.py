@@ -6,6 +6,9 @@ weights only the headers are read, so its size does not matter.
 """
 
 import argparse
+import fcntl
+import hashlib
+import json
 import multiprocessing
 import os
 import sys
@@ -17,8 +20,8 @@ from pathlib import Path
 from eyrie import engine
 from eyrie.checkpoint import WEIGHTS
 from eyrie.checks import check_head, check_light, check_values, passed, result, tell
-from eyrie.files import log_line, write_json
-from eyrie.provenance import peak_rss_bytes
+from eyrie.files import log_line, sha256_file, write_json
+from eyrie.provenance import code_hash, peak_rss_bytes
 from eyrie.shape import add_shape_arguments, shape_of
 
 
@@ -34,7 +37,7 @@ def import_vllm() -> None:
     loads.import_vllm()
 
 
-def write_untrained(args, verifier, folder: Path) -> list[dict]:
+def write_untrained(args, draft, verifier, folder: Path) -> None:
     """Write a draft of the run's shape in its layout, with speculators' names and shapes.
 
     Its weights are of no use, but no fault either: ones, and a vocabulary of the first tokens.
@@ -46,11 +49,11 @@ def write_untrained(args, verifier, folder: Path) -> list[dict]:
     from eyrie.layouts import write_layout
     from eyrie.verifier import draft_size
 
-    shape, size = shape_of(args), draft_size(args.draft_vocab_size, verifier.vocab_size)
+    shape, size = shape_of(draft), draft_size(draft.draft_vocab_size, verifier.vocab_size)
     verifier.extraction_ids(args.layer_ids)
     with torch.device("meta"):
         model = Eagle3DraftModel(
-            speculator_config(shape, verifier, args.layer_ids, args.ttt_steps, size)
+            speculator_config(shape, verifier, args.layer_ids, draft.ttt_steps, size)
         )
     tensors = {}
     for name, meta in flat_state(model).items():
@@ -61,54 +64,59 @@ def write_untrained(args, verifier, folder: Path) -> list[dict]:
         tensors["t2d"] = torch.arange(verifier.vocab_size) < size
     config = flat_config(shape, verifier, args.layer_ids, size)
     write_flat(folder / "flat", config, tensors)
-    write_layout(folder / "flat", folder / "draft", args.layout, config, args.ttt_steps, None)
+    write_layout(folder / "flat", folder / "draft", draft.layout, config, draft.ttt_steps, None)
 
 
-def check_draft(args, verifier, pool: ProcessPoolExecutor) -> list[dict]:
-    """Every check of a checkpoint, on an untrained draft of the run's config."""
-    args.store.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.store.parent) as folder:
-        folder = Path(folder)
-        effect = "no such draft can be trained or served"
+def check_draft(args, draft, verifier, pool: ProcessPoolExecutor) -> list[dict]:
+    """Every check of a checkpoint, on an untrained draft of a run's config."""
+    with tempfile.TemporaryDirectory(dir=args.state) as folder:
         try:
-            write_untrained(args, verifier, folder)
+            write_untrained(args, draft, verifier, Path(folder))
         except ValueError as error:
+            effect = "no such draft can be trained or served"
             return [result("an untrained draft", False, error, "one", effect)]
-        draft = folder / "draft"
-        checks, config = check_light(draft, verifier.text, args.max_model_len, args.layout)
+        path = Path(folder) / "draft"
+        checks, config = check_light(path, verifier.text, args.max_model_len, draft.layout)
         if passed(checks):
-            loading = pool.submit(loads, draft, config, args.verifier, args.trust_remote_code)
-            checks += check_values(draft / WEIGHTS, config, None)
+            loading = pool.submit(loads, path, config, args.verifier, args.trust_remote_code)
+            checks += check_values(path / WEIGHTS, config, None)
             checks += loading.result()
     return checks
 
 
-def check_tokens(args, verifier, rows, tokenizer) -> list[dict]:
-    """The tokenizer and the config agree on the vocabulary, and the draft's has room for the
-    tokens that are always in."""
+def check_size(draft, verifier, always: list[int]) -> dict:
+    """A draft's vocabulary has room for the tokens that are always in."""
     from eyrie.verifier import draft_size
-    from eyrie.vocab import pinned, require_room
+    from eyrie.vocab import require_room
 
-    size = draft_size(args.draft_vocab_size, verifier.vocab_size)
-    always = pinned(tokenizer, verifier.eos_token_ids, verifier.vocab_size)
-    try:
-        require_room(size, always)
-        found = f"{size:,} tokens for {len(always):,}"
-        ok = True
-    except ValueError as error:
-        found, ok = str(error), False
     effect = "some text could not be written, or not be ended"
-    checks = [result("draft vocabulary", ok, found, "room for those always in", effect)]
+    try:
+        size = draft_size(draft.draft_vocab_size, verifier.vocab_size)
+        require_room(size, always)
+    except ValueError as error:
+        return result("draft vocabulary", False, error, "room for those always in", effect)
+    found = f"{size:,} tokens, {len(always):,} of them always in"
+    return result("draft vocabulary", True, found, "room for those always in", effect)
+
+
+def check_tokens(verifier, rows, tokenizer) -> list[dict]:
+    """The tokenizer, the shard and the config agree on the vocabulary."""
     largest = {
         "the tokenizer's last token": max(tokenizer.get_vocab().values()),
         "the last end of a turn": max(verifier.eos_token_ids, default=0),
         "the shard's last token": int(rows.input_ids.max()),
     }
     effect = "tokens that the verifier has no embedding of"
-    for name, found in largest.items():
-        expected = f"below vocab_size, {verifier.vocab_size:,}"
-        checks.append(result(name, found < verifier.vocab_size, f"{found:,}", expected, effect))
-    return checks
+    return [
+        result(
+            name,
+            found < verifier.vocab_size,
+            f"{found:,}",
+            f"below vocab_size, {verifier.vocab_size:,}",
+            effect,
+        )
+        for name, found in largest.items()
+    ]
 
 
 def check_masks(args, rows, tokenizer) -> list[dict]:
@@ -183,84 +191,131 @@ def check_room(args, verifier) -> list[dict]:
     except ValueError as error:
         checks.append(result("memory", False, error, "1 row or more at once", effect))
     try:
-        stored = len(list(args.store.glob("*.safetensors")))
+        folder = args.state / "store"
+        stored = len(list(folder.glob("*.safetensors")))
         missing = max(len(args.shards) - stored, 0)
         needed = missing * args.states_mb * 10**6 // len(args.shards)
-        args.store.mkdir(parents=True, exist_ok=True)
-        store.require_space(args.store, needed)
+        store.require_space(args.state, needed)
         checks.append(result("disk", True, f"{needed / 1e9:,.2f} GB needed", "free", "no space"))
     except OSError as error:
         checks.append(result("disk", False, error, "free", "the disk is full half-way"))
     return checks
 
 
-def flown(args, pool: ProcessPoolExecutor) -> list[dict]:
-    """All checks. Raises ValueError where the verifier is not supported or has no chat template."""
+def look(args, drafts: dict, pool: ProcessPoolExecutor) -> dict[str, list[dict]]:
+    """All checks of each draft; those of the verifier and the data are every draft's.
+
+    Raises ValueError where the verifier is not supported or has no chat template.
+    """
     from eyrie.chat import load_tokenizer
     from eyrie.shards import ShardError, read_rows
-    from eyrie.verifier import draft_size, load_verifier_config
+    from eyrie.verifier import load_verifier_config
+    from eyrie.vocab import pinned
 
     verifier = load_verifier_config(args.verifier, args.trust_remote_code)
-    draft_size(args.draft_vocab_size, verifier.vocab_size)
     try:
         rows = read_rows(args.shards[0])
     except ShardError as error:
         raise ValueError(error) from None
     tokenizer = load_tokenizer(args.verifier, args.trust_remote_code)
-    return [
+    always = pinned(tokenizer, verifier.eos_token_ids, verifier.vocab_size)
+    of_all = [
         *check_head(args.verifier, verifier.vocab_size, verifier.hidden_size),
-        *check_tokens(args, verifier, rows, tokenizer),
+        *check_tokens(verifier, rows, tokenizer),
         *check_masks(args, rows, tokenizer),
         *check_room(args, verifier),
-        *check_draft(args, verifier, pool),
     ]
+    return {
+        run: [
+            *of_all,
+            check_size(draft, verifier, always),
+            *check_draft(args, draft, verifier, pool),
+        ]
+        for run, draft in drafts.items()
+    }
+
+
+def digest(args, options: list[str]) -> str:
+    """All that decides what is found of a draft, but for disk and memory."""
+    parts = [
+        options,
+        json.loads(args.identity.read_text())["files"],
+        sha256_file(args.shards[0]),
+        [args.layer_ids, args.answers, args.max_length, args.max_model_len],
+        code_hash(Path(__file__)),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def draft_parser() -> argparse.ArgumentParser:
+    """Of the options of one draft, in --drafts."""
+    parser = argparse.ArgumentParser(prog="preflight.py --drafts")
+    add_shape_arguments(parser)
+    parser.add_argument("--draft-vocab-size", required=True)
+    parser.add_argument("--ttt-steps", type=int, required=True)
+    parser.add_argument("--layout", choices=["flat", "sglang", "speculators"], default="flat")
+    return parser
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--drafts", type=json.loads, required=True, help="JSON: {RUN: [OPTION]}")
     parser.add_argument("--shards", type=Path, nargs="+", required=True, help="token shards")
     parser.add_argument("--verifier", type=Path, required=True)
-    parser.add_argument("--store", type=Path, required=True, help="where states are to lie")
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
-    parser.add_argument("--log", type=Path, help="gets a JSON line")
+    parser.add_argument("--identity", type=Path, required=True, help="the verifier's identity")
+    parser.add_argument("--state", type=Path, required=True, help="folder of states to be kept")
     parser.add_argument("--layer-ids", type=int, nargs="+", required=True, help="vLLM's ids")
-    parser.add_argument("--draft-vocab-size", required=True)
-    parser.add_argument("--ttt-steps", type=int, required=True)
-    parser.add_argument("--layout", choices=["flat", "sglang", "speculators"], default="flat")
     parser.add_argument("--answers", choices=["verifier", "dataset"], required=True)
     parser.add_argument("--max-length", type=int, required=True, help="tokens of a row")
     parser.add_argument("--states-mb", type=int, default=0, help="disk that all states may take")
-    add_shape_arguments(parser)
     engine.add_arguments(parser)
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
     # vLLM and transformers would ask the Hub about a folder's name.
     os.environ["HF_HUB_OFFLINE"] = "1"
 
     started = time.time()
-    # Forked before this process has imported anything with threads: vLLM's import takes as long as
-    # the others together.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        pool.submit(import_vllm)
-        try:
-            checks = flown(args, pool)
-        except (OSError, ValueError) as error:
-            pool.shutdown(wait=False, cancel_futures=True)
-            sys.exit(f"preflight: {error}")
-        peak = max(peak_rss_bytes(), pool.submit(peak_rss_bytes).result())
-    tell({"": checks}, {})
-    failed = sum(not c["ok"] for c in checks)
-    log_line(args.log, checks=len(checks), failed=failed)
+    kept = args.state / "preflight"
+    kept.mkdir(parents=True, exist_ok=True)
+    # A run's own job and that of its data set look at the same draft: the second waits and reads.
+    lock = open(kept / "lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    paths = {run: kept / f"{digest(args, options)}.json" for run, options in args.drafts.items()}
+    found = {run: json.loads(path.read_text()) for run, path in paths.items() if path.exists()}
+    parser = draft_parser()
+    new = {run: parser.parse_args(args.drafts[run]) for run in paths if run not in found}
+    peak = peak_rss_bytes()
+    if new:
+        # Forked before this process has imported anything with threads: vLLM's import takes as
+        # long as the others together.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            pool.submit(import_vllm)
+            try:
+                looked = look(args, new, pool)
+            except (OSError, ValueError) as error:
+                sys.exit(f"preflight: {error}")
+            peak = max(peak_rss_bytes(), pool.submit(peak_rss_bytes).result())
+        tell(looked, {})
+        for run, checks in looked.items():
+            if passed(checks):
+                write_json(paths[run], checks)
+        found |= looked
+    failed = [run for run, checks in found.items() if not passed(checks)]
+    for run, checks in found.items():
+        log_line(args.log, run=run, checks=len(checks), failed=sum(not c["ok"] for c in checks))
     write_json(
         args.out,
         {
             "ok": not failed,
-            "checks": checks,
+            "runs": found,
             "seconds": round(time.time() - started, 2),
             "peak_rss_bytes": peak,
         },
     )
     if failed:
-        sys.exit(f"preflight: {failed} of {len(checks)} checks failed, see above; nothing is spent")
+        sys.exit(f"preflight: {', '.join(failed)} would not be served; see FAIL above")
+    print(f"preflight: {', '.join(found) or 'no run is asked for'}: nothing is in the way")
 
 
 if __name__ == "__main__":

@@ -234,10 +234,20 @@ def test_an_edit_reruns_what_uses_it(job, tmp_path):
     for change, jobs in {
         "train={lr: 0.5}": trained,
         "train={init_from: inputs/draft}": trained,
-        "draft={sliding_window: 8}": trained,
-        f"draft={{reference: {shape}}}": trained,
-        "vocab={draft_vocab_size: 300}": {"vocab", *trained},
-        "vocab={draft_vocab_size: full}": {"vocab", *trained},
+        "draft={sliding_window: 8}": {"preflight", *trained},
+        f"draft={{reference: {shape}}}": {"preflight", *trained},
+        "vocab={draft_vocab_size: 300}": {"preflight", "vocab", *trained},
+        "vocab={draft_vocab_size: full}": {"preflight", "vocab", *trained},
+        # Another run on the same states is none of this one's concern.
+        "runs={tiny: {data: tiny}, other: {data: tiny, train: {lr: 1}}}": set(),
+        "bench={max_model_len: 120}": {"check", "bench", "report"},
+        "extract={layer_ids: [1, 2]}": {
+            "preflight",
+            "preflights",
+            "extract_tiny",
+            "vocab",
+            *trained,
+        },
     }.items():
         (job / "inputs/draft").mkdir(exist_ok=True)
         assert jobs_of(snakemake(job, "-n", REPORT, "--config", change)) == jobs, change
@@ -395,6 +405,12 @@ json.dump(bench.measure("eagle3", [], prompts, args)["held_out"], open(args.out,
 """
 
 
+def test_another_run_of_the_same_data_is_looked_at_and_trained_alone(job):
+    config = ["--config", "runs={tiny: {data: tiny}, other: {data: tiny, draft: {head_dim: 16}}}"]
+    output = snakemake(job, "-n", "results/tiny/ckpt_other", *config)
+    assert jobs_of(output) == {"preflight", "vocab", "train"}
+
+
 def test_what_is_accepted_is_what_the_trained_model_drafts(job, tmp_path):
     """speculators' own model drafts from every place of the answers as training has them. Walked
     through as a server does, so much must be accepted when vLLM serves the same prompts."""
@@ -491,6 +507,7 @@ def test_mistakes_are_told_before_anything_runs(job, arguments, message):
         ("verifier={source: 'path:inputs/gemma'}", "type gemma: its final norm"),
         ("verifier={source: 'hf:someone/model@main'}", "Is there a network"),
         ("data={tiny: {conversations: 4000}}", "4,000 usable conversations asked for"),
+        ("draft={num_attention_heads: 6}", "FAIL an untrained draft: found draft.num_attention"),
     ],
 )
 def test_bad_input_stops_before_the_engine(inputs, tmp_path, config, message):
