@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from eyrie import engine
-from eyrie.checkpoint import WEIGHTS
+from eyrie.checkpoint import WEIGHTS, read_header
 from eyrie.checks import check_head, check_light, check_values, passed, result, tell
 from eyrie.files import log_line, sha256_file, write_json
 from eyrie.provenance import code_hash, peak_rss_bytes
@@ -28,7 +28,8 @@ from eyrie.shape import add_shape_arguments, shape_of
 def loads(folder: Path, config: dict, verifier: Path, trust_remote_code: bool) -> list[dict]:
     from eyrie.loads import check_loads
 
-    return check_loads(folder, config, False, verifier, trust_remote_code)
+    own = "embed_tokens.weight" in read_header(folder / WEIGHTS)
+    return check_loads(folder, config, own, verifier, trust_remote_code)
 
 
 def import_vllm() -> None:
@@ -64,7 +65,12 @@ def write_untrained(args, draft, verifier, folder: Path) -> None:
         tensors["t2d"] = torch.arange(verifier.vocab_size) < size
     config = flat_config(shape, verifier, args.layer_ids, size)
     write_flat(folder / "flat", config, tensors)
-    write_layout(folder / "flat", folder / "draft", draft.layout, config, draft.ttt_steps, None)
+
+    def embeddings() -> torch.Tensor:
+        return torch.ones(verifier.vocab_size, verifier.hidden_size).cumsum(0)
+
+    tokens = draft.ttt_steps
+    write_layout(folder / "flat", folder / "draft", draft.layout, config, tokens, None, embeddings)
 
 
 def check_draft(args, draft, verifier, pool: ProcessPoolExecutor) -> list[dict]:
@@ -279,7 +285,7 @@ def main() -> None:
     kept = args.state / "preflight"
     kept.mkdir(parents=True, exist_ok=True)
     # A run's own job and that of its data set look at the same draft: the second waits and reads.
-    lock = open(kept / "lock", "w")
+    lock = os.open(kept / "lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
     paths = {run: kept / f"{digest(args, options)}.json" for run, options in args.drafts.items()}
     found = {run: json.loads(path.read_text()) for run, path in paths.items() if path.exists()}

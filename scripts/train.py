@@ -39,7 +39,7 @@ from eyrie.provenance import peak_rss_bytes, versions
 from eyrie.shape import DraftShape, add_shape_arguments, shape_of
 from eyrie.shards import ShardError
 from eyrie.trainer import DraftTrainer, Interrupted, join_processes
-from eyrie.verifier import draft_size, load_verifier_config
+from eyrie.verifier import draft_size, load_tensor, load_verifier_config
 from eyrie.vocab import load_map, made_of
 from eyrie.warm_start import content, warm_start
 
@@ -87,9 +87,14 @@ def publish(args, state: Path, history: list[dict], manifest: dict) -> dict:
     partial = args.out.with_name(args.out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     verifier = hub_name(manifest["verifier"]["source"])
+
+    def embeddings() -> torch.Tensor:
+        return load_tensor(args.verifier, "embed_tokens.weight")
+
     for epoch in (row["epoch"] for row in epochs):
         source, folder = state / "epochs" / str(epoch), partial / str(epoch)
-        write_layout(source, folder, args.layout, read_config(source), args.ttt_steps, verifier)
+        config = read_config(source)
+        write_layout(source, folder, args.layout, config, args.ttt_steps, verifier, embeddings)
     for name in ("config.json", WEIGHTS):
         link_or_copy(partial / str(best) / name, partial / name)
     pd.DataFrame(history).to_parquet(partial / "metrics.parquet")

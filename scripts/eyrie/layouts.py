@@ -68,16 +68,26 @@ def as_sglang(config: dict) -> dict:
 
 
 def write_layout(
-    source: Path, folder: Path, layout: str, config: dict, tokens: int, verifier: str | None
+    source: Path,
+    folder: Path,
+    layout: str,
+    config: dict,
+    tokens: int,
+    verifier: str | None,
+    embeddings,
 ) -> None:
     """Write the flat checkpoint of `source`, whose config is `config`, to `folder`.
 
     Weights that stay as they are become a hard link. tokens, verifier: as in `as_nested`.
+    embeddings: returns the verifier's, [vocab, hidden], which speculators does not share: where
+    they are missing it leaves them as memory was.
     """
     if layout == "speculators":
+        import torch
         from safetensors.torch import load_file, save_file
 
         tensors = {nested_name(n): t for n, t in load_file(source / WEIGHTS).items()}
+        tensors.setdefault("embed_tokens.weight", embeddings().to(torch.bfloat16))
         with atomic(folder / WEIGHTS) as partial:
             save_file(tensors, partial, {"format": "pt"})
         config = as_nested(config, tokens, verifier)
