@@ -28,11 +28,13 @@ endef
 .PHONY: help
 help:
 	@echo 'make run     install, make results/report_$$RUN.html and print its table'
+	@echo 'make plan    what that will take: tokens, bytes, memory, hours; writes results/plan_$$RUN.json'
 	@echo 'make test    install, check format and style, run the tests'
 	@echo 'make lock    remake envs/*.lock from envs/*.in'
 	@echo 'make clean   remove .venv; results/ stays'
 	@echo
-	@echo 'RUN=10             the draft of 10 conversations (1k, a thousand, when not given)'
+	@echo 'RUN=10             the draft of 10 conversations (1k, a thousand, when not given); sweep'
+	@echo '                   trains and compares those that the config lists'
 	@echo 'CONFIGFILE=FILE    keys of FILE go over those of config.yaml'
 	@echo 'ENV=cpu|cuda       which lock; cuda where an NVIDIA driver is loaded, else cpu'
 	@echo 'PYTHON=python3.11  the Python that .venv is made with'
@@ -40,7 +42,12 @@ help:
 .PHONY: run
 run: $(INSTALLED)
 	$(IN_VENV) .venv/bin/snakemake -j 8 results/report_$(RUN).html $(if $(CONFIGFILE),--configfile $(CONFIGFILE))
-	.venv/bin/python scripts/table.py results/bench_$(RUN).json --report results/report_$(RUN).html
+	.venv/bin/python scripts/table.py results/$(if $(filter sweep,$(RUN)),report,bench)_$(RUN).json --report results/report_$(RUN).html
+
+# Whatever was planned before: by what has been counted and measured since.
+.PHONY: plan
+plan: $(INSTALLED)
+	.venv/bin/python scripts/plan.py --run $(RUN) --json results/plan_$(RUN).json $(if $(CONFIGFILE),--config $(CONFIGFILE))
 
 .PHONY: test
 test: $(INSTALLED)

@@ -9,6 +9,7 @@ configfile: f"{workflow.basedir}/config.yaml"
 
 
 include: "rules/common.smk"
+include: "rules/plan.smk"
 include: "rules/fetch.smk"
 include: "rules/shard.smk"
 include: "rules/preflight.smk"
@@ -17,6 +18,7 @@ include: "rules/vocab.smk"
 include: "rules/train.smk"
 include: "rules/check.smk"
 include: "rules/bench.smk"
+include: "rules/card.smk"
 include: "rules/report.smk"
 
 

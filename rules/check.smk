@@ -10,6 +10,7 @@ rule check:
         ENV
     resources:
         runtime=20,
+        mem_mb=memory_mb("check"),
     params:
         layout=of_run("train", "layout"),
         max_model_len=C.bench.max_model_len,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -10,13 +11,22 @@ SCRIPTS = Path(workflow.basedir) / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
 from snakemake.resources import Resource
 from snakemake.utils import update_config
 
 from eyrie import provenance
 from eyrie.config import ConfigError, load_config, with_reference
 from eyrie.files import sha256_file
-from eyrie.verifier import draft_size, written_text_config
+from eyrie.plan import (
+    find_verifier,
+    host_bytes,
+    known_verifier,
+    states_at_most,
+    training_bytes,
+)
+from eyrie.totals import Totals
+from eyrie.verifier import draft_size
 
 try:
     # A reference that a file or the command line names goes over config.yaml's own shape.
@@ -24,13 +34,10 @@ try:
     C = load_config(config)
     R = C.results
     REPORT = f"{R}/report_1k.html"
-    # {} until the verifier is there.
-    VERIFIER = written_text_config(
-        Path(R) / "verifier", Path(C.verifier.source.removeprefix("path:"))
-    )
-    if "vocab_size" in VERIFIER:
+    VERIFIER = find_verifier(C)
+    if VERIFIER:
         for settings in (C, *C.runs.values()):
-            draft_size(settings.vocab.draft_vocab_size, VERIFIER["vocab_size"])
+            draft_size(settings.vocab.draft_vocab_size, VERIFIER.text["vocab_size"])
 except (ConfigError, ValueError) as error:
     raise WorkflowError(str(error)) from None
 
@@ -60,8 +67,18 @@ PREFLIGHT_ENGINE = shlex.join(
 # one, Snakemake ignores the resource and two GPU jobs overlap. A cluster has its own queue.
 if "gpu" not in workflow.global_resources and not workflow.remote_exec:
     workflow.global_resources["gpu"] = Resource(
-        "gpu", max(C.extract.gpus, C.bench.gpus, 1, *(r.train.gpus for r in C.runs.values()))
+        "gpu",
+        max(C.extract.gpus, 1, *(g for r in C.runs.values() for g in (r.train.gpus, r.bench.gpus))),
     )
+
+# Memory of a stage that holds no weights, and of one whose verifier's sizes are not known yet.
+SMALL_MB, UNKNOWN_MB = 4_000, 32_000
+
+# What stages measure, for the next plan.
+RATES = f"{R}/.state/rates.jsonl"
+
+# A dry run ends with the sum of what its jobs need.
+logger.addHandler(Totals(workflow))
 
 
 wildcard_constraints:
@@ -74,9 +91,11 @@ def code_hash(name):
 
 
 def template_hash(name):
-    """A page's template and what it shares with the others, by content: as inputs, their paths
-    would change with the checkout's place."""
-    return [sha256_file(SCRIPTS.parent / f"templates/{file}.html") for file in (name, "page")]
+    """A page's template and the templates that it imports, by content: as inputs, their paths would
+    change with the checkout's place."""
+    text = (SCRIPTS.parent / f"templates/{name}.html").read_text()
+    imported = re.findall(r'{% from "(\w+).html"', text)
+    return [sha256_file(SCRIPTS.parent / f"templates/{file}.html") for file in (name, *imported)]
 
 
 def of_sweep(file):
@@ -122,7 +141,7 @@ def data_of(wildcards):
 
 
 def of_run(block, key):
-    """The value of a key of vocab, draft or train, for the run that a job is of."""
+    """The value of a key of vocab, draft, train or bench, for the run that a job is of."""
     return lambda wildcards: getattr(getattr(C.runs[wildcards.run], block), key)
 
 
@@ -157,11 +176,38 @@ def hidden_of(wildcards):
 
 def states_mb(data):
     """The disk that a data set's states may take: every row as long as it may be."""
-    # Until the verifier is there, the draft's heads tell its size closely enough for a plan.
-    hidden = VERIFIER.get("hidden_size", C.draft.num_attention_heads * C.draft.head_dim)
-    tokens = C.data[data].conversations * C.shard.max_length
-    element = {"bf16": 2, "fp8": 1}[C.extract.states]
-    return tokens * (len(C.extract.layer_ids) + 1) * hidden * element // 10**6
+    # Until the verifier is known, the draft's heads tell its size closely enough.
+    guess = C.draft.num_attention_heads * C.draft.head_dim
+    return states_at_most(C, data, VERIFIER.hidden_size if VERIFIER else guess) // 10**6
+
+
+def memory_mb(stage):
+    """The host's memory that extract, train, check or bench needs, for the run that a job is of."""
+
+    def megabytes(wildcards):
+        run = C.runs[wildcards.run] if "run" in wildcards.keys() else next(iter(C.runs.values()))
+        return round(host_bytes(C, run, VERIFIER)[stage] / 10**6) if VERIFIER else UNKNOWN_MB
+
+    return megabytes
+
+
+def sizes_from(wildcards):
+    """The verifier itself, where a plan can know its sizes from nothing else."""
+    return [] if known_verifier(C) else [f"{R}/verifier"]
+
+
+def verifier_mb(wildcards):
+    """The disk that the verifier takes here: a local one is linked to."""
+    known = VERIFIER and not C.verifier.source.startswith("path:")
+    return round(VERIFIER.weight_bytes / 10**6) if known else 0
+
+
+def training_mb(wildcards):
+    """The disk that a run's checkpoints and training states take."""
+    if not VERIFIER:
+        return UNKNOWN_MB
+    run, layers = C.runs[wildcards.run], len(C.extract.layer_ids)
+    return training_bytes(run, VERIFIER.text, layers)["disk"] // 10**6
 
 
 def launch(wildcards):
@@ -175,6 +221,27 @@ def init_from(wildcards):
     """The draft to start from, if there is one."""
     folder = C.runs[wildcards.run].train.init_from
     return [folder] if folder else []
+
+
+def prompt_files():
+    """Every file of prompts that a run is benchmarked on, beside the fetched one."""
+    return sorted({file for run in C.runs.values() for file in run.bench.prompt_files.values()})
+
+
+def bench_of(wildcards):
+    """What a run's benchmark reads of other drafts and prompts."""
+    bench = C.runs[wildcards.run].bench
+    return [*bench.drafts.values(), *bench.prompt_files.values()]
+
+
+def named(block, key):
+    """A mapping of a run as NAME=VALUE, one option each."""
+    return lambda wildcards: [f"{k}={v}" for k, v in of_run(block, key)(wildcards).items()]
+
+
+def run_flag(block, key):
+    """A run's switch: the option itself, or nothing."""
+    return lambda wildcards: flag(key.replace("_", "-"), of_run(block, key)(wildcards))
 
 
 def source_options(block):

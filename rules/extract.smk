@@ -20,6 +20,7 @@ for data in C.data:
         resources:
             gpu=C.extract.gpus,
             disk_mb=states_mb(data),
+            mem_mb=memory_mb("extract"),
             runtime=C.extract.runtime,
             # Memory tuning changes no state, and a resource reruns nothing.
             gpu_memory_percent=round(100 * C.extract.gpu_memory_utilization),
@@ -30,6 +31,7 @@ for data in C.data:
             draft_vocab_size=C.vocab.draft_vocab_size,
         params:
             store=f"{R}/.state/store",
+            rates=RATES,
             layer_ids=C.extract.layer_ids,
             states=C.extract.states,
             answers=C.shard.answers,
@@ -53,6 +55,7 @@ for data in C.data:
                 {params.trust:q} \
                 --summary {output.summary:q} \
                 --log {log:q} \
+                --rates {params.rates:q} \
                 --layer-ids {params.layer_ids} \
                 --draft-vocab-size {resources.draft_vocab_size} \
                 --states {params.states} \

@@ -10,6 +10,8 @@ rule fetch_verifier:
         ENV
     resources:
         runtime=120,
+        mem_mb=SMALL_MB,
+        disk_mb=verifier_mb,
     params:
         source=source_options(C.verifier),
         template=lambda wildcards, input: ["--chat-template", *input] if input else [],
@@ -40,6 +42,7 @@ for number, source in enumerate(C.conversations):
             ENV
         resources:
             runtime=60,
+            mem_mb=SMALL_MB,
         params:
             source=source_options(source),
             code=code_hash("fetch"),
@@ -64,6 +67,7 @@ rule fetch_prompts:
         ENV
     resources:
         runtime=60,
+        mem_mb=SMALL_MB,
     params:
         source=source_options(C.prompts),
         code=code_hash("fetch"),

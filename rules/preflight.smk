@@ -17,6 +17,7 @@ rule preflight:
         ENV
     resources:
         runtime=10,
+        mem_mb=memory_mb("check"),
         engine=PREFLIGHT_ENGINE,
         states_mb=lambda wildcards: states_mb(data_of(wildcards)),
     params:
@@ -61,6 +62,7 @@ rule preflights:
         ENV
     resources:
         runtime=10,
+        mem_mb=memory_mb("check"),
         engine=PREFLIGHT_ENGINE,
         states_mb=lambda wildcards: states_mb(wildcards.data),
         drafts=lambda wildcards: drafts(asked_for(wildcards.data)),

@@ -2,10 +2,14 @@ rule report:
     input:
         shards=lambda wildcards: f"{R}/data/{data_of(wildcards)}/shards.json",
         hidden=lambda wildcards: f"{R}/data/{data_of(wildcards)}/hidden.json",
+        # As it was: a later plan makes no other report.
+        plan=ancient(f"{R}/plan_{{run}}.json"),
         vocab=f"{R}/vocab_{{run}}.json",
         checkpoint=f"{R}/ckpt_{{run}}",
         check=f"{R}/check_{{run}}.json",
         bench=f"{R}/bench_{{run}}.json",
+        # So that whoever has the report has the card in the checkpoint.
+        card=f"{R}/card_{{run}}.md",
         measurements=f"{R}/bench_{{run}}.csv",
         identities=[
             f"{R}/verifier.json",
@@ -13,15 +17,19 @@ rule report:
             f"{R}/prompts.json",
         ],
     output:
-        f"{R}/report_{{run}}.html",
+        page=f"{R}/report_{{run}}.html",
+        markdown=f"{R}/report_{{run}}.md",
+        figures=directory(f"{R}/report_{{run}}"),
     log:
         f"{R}/logs/report_{{run}}.jsonl",
     wildcard_constraints:
-        run=r"(?!sweep\.html$)[^/]+",
+        # The folder's name would match that of every other page.
+        run=r"(?!sweep\.)[^/]+(?<!\.html)(?<!\.md)",
     conda:
         ENV
     resources:
         runtime=5,
+        mem_mb=SMALL_MB,
     params:
         template=template_hash("report"),
         code=code_hash("report"),
@@ -32,13 +40,16 @@ rule report:
             --template "$SCRIPTS/../templates/report.html" \
             --shards {input.shards:q} \
             --hidden {input.hidden:q} \
+            --plan {input.plan:q} \
             --vocab {input.vocab:q} \
             --checkpoint {input.checkpoint:q} \
             --check {input.check:q} \
             --bench {input.bench:q} \
             --measurements {input.measurements:q} \
             --identities {input.identities:q} \
-            --out {output:q} \
+            --out {output.page:q} \
+            --markdown {output.markdown:q} \
+            --figures {output.figures:q} \
             --log {log:q}
         """
 
@@ -50,13 +61,15 @@ rule report_sweep:
         check=of_sweep(f"{R}/check_{{run}}.json"),
         bench=of_sweep(f"{R}/bench_{{run}}.json"),
     output:
-        f"{R}/report_sweep.html",
+        page=f"{R}/report_sweep.html",
+        summary=f"{R}/report_sweep.json",
     log:
         f"{R}/logs/report_sweep.jsonl",
     conda:
         ENV
     resources:
         runtime=5,
+        mem_mb=SMALL_MB,
     params:
         template=template_hash("sweep"),
         code=code_hash("sweep"),
@@ -68,6 +81,7 @@ rule report_sweep:
             --vocab {input.vocab:q} \
             --check {input.check:q} \
             --bench {input.bench:q} \
-            --out {output:q} \
+            --out {output.page:q} \
+            --summary {output.summary:q} \
             --log {log:q}
         """

@@ -8,7 +8,7 @@ for data in C.data:
             conversations=expand(
                 f"{R}/conversations/{{number}}", number=range(len(C.conversations))
             ),
-            prompts=f"{R}/prompts",
+            prompts=[f"{R}/prompts", *prompt_files()],
             verifier=f"{R}/verifier",
         output:
             shards=expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=shard_names(data)),
@@ -21,6 +21,7 @@ for data in C.data:
         threads: min(workflow.cores, 8)
         resources:
             runtime=30,
+            mem_mb=SMALL_MB,
         params:
             folder=subpath(output.account, parent=True),
             sources=[source.source for source in C.conversations],

@@ -16,9 +16,12 @@ rule train:
     resources:
         gpu=of_run("train", "gpus"),
         runtime=of_run("train", "runtime"),
+        mem_mb=memory_mb("train"),
+        disk_mb=training_mb,
         checkpoint_every=of_run("train", "checkpoint_every"),
         keep=of_run("train", "keep"),
     params:
+        rates=RATES,
         state=lambda wildcards: f"{R}/.state/train/{wildcards.run}",
         tensorboard=lambda wildcards: f"{R}/logs/tensorboard/{wildcards.run}",
         init=lambda wildcards, input: ["--init-from", *input.init] if input.init else [],
@@ -59,6 +62,7 @@ rule train:
             --state {params.state:q} \
             --out {output:q} \
             --log {log:q} \
+            --rates {params.rates:q} \
             --layer-ids {params.layer_ids} \
             {params.shape:q} \
             --dtype {params.dtype} \

@@ -13,6 +13,7 @@ rule vocab:
         ENV
     resources:
         runtime=20,
+        mem_mb=SMALL_MB,
     params:
         size=of_run("vocab", "draft_vocab_size"),
         min_coverage=of_run("vocab", "min_coverage"),

@@ -1,213 +1,230 @@
-"""Serve the benchmark's prompts with and without the draft, and compare speed and output.
+"""Serve the benchmark's prompts by every method, and compare speed and output.
 
-Baseline, n-gram and eagle3 run one after the other, each in a process of its own, with the same
-engine settings, prompts and limits, one request at a time at temperature 0. Counters are read as
-differences around each request; figures are computed from the rows alone.
+Baseline, n-gram, suffix and any number of drafts serve the same prompts with the same engine
+settings and limits at temperature 0. They take turns, prompt by prompt, so that a slower minute of
+the machine is everybody's. The second turn of a prompt is asked after the baseline's own first
+answer, so that all methods answer the same tokens.
 
-Then the draft serves the prompts of conversations that training held out, as many at a time as the
-engine takes: what it accepts there must be what training said it would.
+The first number of draft tokens and the first concurrency are the main setting; the others are
+measured on fewer prompts. Then the draft serves the prompts of conversations that training held
+out: what it accepts there must be what training said it would.
+
+Every group of requests that was served is a line of results/.state/bench/...: a run that was
+killed goes on there. All figures are computed from these rows (eyrie.figures).
 """
 
 import argparse
+import hashlib
+import importlib.util
 import json
-import multiprocessing
+import os
+import platform
+import shutil
 import sys
 import time
 from multiprocessing import forkserver
 from pathlib import Path
 
 from eyrie import engine
-from eyrie.conversations import Reject
-from eyrie.files import atomic, log_line, write_json
+from eyrie.bench_plan import HELD_OUT, key_of, plan
+from eyrie.bench_prompts import (
+    BenchError,
+    Prompts,
+    held_out_prompts,
+    read_shards,
+    trained_on,
+)
+from eyrie.engines import Engines, State
+from eyrie.files import atomic, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
-from eyrie.prompts import read_prompts
-from eyrie.provenance import peak_rss_bytes, versions
+from eyrie.provenance import code_hash, versions
+from eyrie.rates import record_rate
 from eyrie.sources import DataError
 
-METHODS = ("baseline", "ngram", "eagle3")
-
-# Requests served before the clock starts, of so many tokens: they fill caches and pick kernels.
-WARM_UP = 2
-WARM_UP_TOKENS = 8
-
-COUNTERS = {
-    "vllm:spec_decode_num_drafts": "drafts",
-    "vllm:spec_decode_num_draft_tokens": "proposed",
-    "vllm:spec_decode_num_accepted_tokens": "accepted",
-}
+# Prompts whose answers the report shows.
+SAMPLES = 4
+# Prefixes whose next token is sampled.
+PREFIXES = 4
 
 
-class BenchError(Exception):
-    """Something that makes the comparison worthless; the message says what."""
-
-
-def pick_prompts(path: Path, count: int) -> list[dict]:
-    """The first `count` prompts, taken in turn from each category."""
-    by_category: dict[str, list[dict]] = {}
-    for prompt in read_prompts(path):
-        by_category.setdefault(prompt["category"], []).append(prompt)
-    rounds = max(map(len, by_category.values()), default=0)
-    turns = [rows[i] for i in range(rounds) for rows in by_category.values() if i < len(rows)]
-    if len(turns) < count:
-        raise BenchError(f"{path}: {len(turns)} prompts, bench.prompts asks for {count}")
-    return turns[:count]
-
-
-def tokenised(args) -> list[dict]:
-    """The prompts to serve, each with its `ids`, made as those of the training data are."""
-    from eyrie.chat import Chat, load_tokenizer
-
-    tokenizer = load_tokenizer(args.verifier, args.trust_remote_code)
-    chat = Chat(tokenizer, args.date, args.system_turns, json.loads(args.template_options))
-    prompts = pick_prompts(args.prompts, args.num_prompts)
-    for prompt in prompts:
-        try:
-            # The template is applied once, here, and the engine is given tokens: no second BOS.
-            prompt["ids"] = chat.prompt(prompt["messages"], prompt["tools"]).ids
-        except Reject as reject:
-            raise BenchError(f"{args.prompts}: prompt {prompt['id']}: {reject}") from None
-    return prompts
-
-
-def held_out_prompts(args) -> list[list[int]]:
-    """The tokens before the first answer of the first held-out conversations."""
-    from eyrie.hidden import split
-    from eyrie.shards import ShardError, read_rows
-
-    try:
-        shards = [read_rows(path) for path in args.hidden]
-    except ShardError as error:
-        raise BenchError(str(error)) from None
-    _, held_out = split(shards, args.held_out)
-    prompts = []
-    for shard, index in held_out[: args.num_held_out]:
-        answer = int(shards[shard].mask(index).nonzero()[0])
-        prompts.append(shards[shard].row(index)[:answer].tolist())
-    return prompts
-
-
-def speculation(method: str, args) -> dict:
-    """vLLM's argument that makes it serve by `method`."""
-    if method == "baseline":
-        return {}
-    if method == "ngram":
-        settings = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    else:
-        settings = {"method": "eagle3", "model": str(args.checkpoint)}
-    return {"speculative_config": settings | {"num_speculative_tokens": args.draft_tokens}}
-
-
-def read_counters(llm, draft_tokens: int) -> dict[str, int]:
-    """vLLM's counters since its start; accepted_k counts drafts accepted up to position k."""
-    counters = dict.fromkeys([*COUNTERS.values()], 0)
-    counters |= {f"accepted_{k + 1}": 0 for k in range(draft_tokens)}
-    for metric in llm.get_metrics():
-        if metric.name in COUNTERS:
-            counters[COUNTERS[metric.name]] += metric.value
-        elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
-            for position, value in enumerate(metric.values[:draft_tokens]):
-                counters[f"accepted_{position + 1}"] += value
-    return counters
-
-
-def serve(llm, prompts: list[list[int]], sampling, draft_tokens: int) -> tuple[list, float, dict]:
-    """Serve prompts of tokens, as many at a time as the engine takes.
-
-    Returns the outputs, the seconds that they took, and by how much each counter rose.
-    """
-    before = read_counters(llm, draft_tokens)
-    begun = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-    seconds = time.perf_counter() - begun
-    after = read_counters(llm, draft_tokens)
-    return outputs, seconds, {name: after[name] - before[name] for name in after}
-
-
-def measure(method: str, prompts: list[dict], held_out: list[list[int]], args) -> dict:
-    """Serve every prompt by one method. Returns its rows, each with its output tokens, and of
-    eagle3 the counters of the held-out prompts."""
-    started = time.time()
-    from vllm import SamplingParams
-
-    args.dtype = engine.resolve_dtype(args.dtype)
-    llm = engine.load(args, **speculation(method, args), disable_log_stats=False)
-    loaded = time.time()
-    sampling = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens, detokenize=False)
-    warm_up = SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, detokenize=False)
-    rows = []
-    for number, prompt in enumerate(prompts[:WARM_UP] + prompts):
-        ids, limits = prompt["ids"], warm_up if number < WARM_UP else sampling
-        (output,), seconds, counters = serve(llm, [ids], limits, args.draft_tokens)
-        tokens = list(output.outputs[0].token_ids)
-        if number >= WARM_UP:
-            rows.append(
-                {
-                    "method": method,
-                    "prompt": prompt["id"],
-                    "category": prompt["category"],
-                    "prompt_tokens": len(ids),
-                    "new_tokens": len(tokens),
-                    "seconds": round(seconds, 4),
-                    **counters,
-                    "tokens": tokens,
-                }
+def check_tokenizer(manifest: dict, identity: dict, name: str) -> None:
+    """Raises BenchError where a draft was trained with another tokenizer than is served."""
+    trained, served = manifest["verifier"]["files"], identity["files"]
+    for file in ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json"):
+        if trained.get(file) != served.get(file):
+            raise BenchError(
+                f"{name} was trained with another {file} than the verifier has now: it drafts "
+                "tokens of another vocabulary. Train it on this verifier"
             )
-            done, total = len(rows), len(prompts)
-            if done % 5 == 0 or done == total:
-                spent = sum(row["seconds"] for row in rows)
-                rate = sum(row["new_tokens"] for row in rows) / spent
-                print(
-                    f"bench {method}: {done}/{total} prompts, {rate:.1f} tokens/s, "
-                    f"ETA {spent / done * (total - done):.0f} s",
-                    flush=True,
-                )
-    there = {}
-    if method == "eagle3" and held_out:
-        _, _, there = serve(llm, held_out, sampling, args.draft_tokens)
-    return {
-        "rows": rows,
-        "held_out": there,
-        "dtype": args.dtype,
-        "load_seconds": round(loaded - started, 2),
-        "peak_rss_bytes": peak_rss_bytes(),
+
+
+def methods_of(args) -> tuple[list[dict], dict[str, str]]:
+    """The methods {name, kind, model}, the baseline first, and why others are left out."""
+    methods, left_out = [{"name": "baseline", "kind": "baseline"}], {}
+    for name in args.methods:
+        if name == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+            left_out[name] = "arctic-inference is not installed"
+            continue
+        methods.append({"name": name, "kind": name})
+    drafts = {"eagle3": args.checkpoint}
+    drafts |= {f"eagle3, epoch {n}": args.checkpoint / str(n) for n in args.epochs}
+    drafts |= {f"eagle3, {name}": Path(folder) for name, folder in args.draft}
+    for name, folder in drafts.items():
+        if not (folder / "config.json").exists():
+            raise BenchError(f"{folder}: no draft is there ({name})")
+        methods.append({"name": name, "kind": "eagle3", "model": str(folder)})
+    return methods, left_out
+
+
+def serve(item: dict, prompts: Prompts, engines: Engines, args) -> list[dict]:
+    """The rows of a group of requests to one method."""
+    of, method = prompts.sets[item["set"]], item["method"]
+    asked = [(of[place], turn) for place, turn in item["asked"]]
+    asked = [(prompt, turn) for prompt, turn in asked if turn < len(prompt["ids"])]
+    if not asked:
+        return []
+    ids = [prompt["ids"][turn] for prompt, turn in asked]
+    draft_tokens = 0 if method["kind"] == "baseline" else item["draft_tokens"]
+    settings = (item["concurrency"], draft_tokens, args.max_new_tokens)
+    records = engines.ask(method, item["draft_tokens"], "serve", ids, *settings)
+    return [
+        {
+            "set": item["set"],
+            "prompt": prompt["id"],
+            "turn": turn + 1,
+            "category": prompt["category"],
+            "method": method["name"],
+            "kind": method["kind"],
+            "draft_tokens": draft_tokens,
+            "concurrency": item["concurrency"],
+            "repeat": item["repeat"],
+            "group": item["group"],
+            **record,
+            "prompt_ids": prompt["ids"][turn],
+        }
+        for (prompt, turn), record in zip(asked, records, strict=True)
+    ]
+
+
+def measure(items: list[dict], prompts: Prompts, engines: Engines, state: State, args) -> list:
+    """The rows of all groups, from the state or measured now."""
+    missing = [item for item in items if json.dumps(key_of(item)) not in state.done]
+    if len(missing) < len(items):
+        print(f"bench: {len(items) - len(missing)} of {len(items)} groups were measured before")
+    if args.interleave:
+        engines.start_all([(item["method"], item["draft_tokens"]) for item in missing])
+    rows, begun, new = [], time.time(), 0
+    total = sum(len(item["asked"]) for item in missing)
+    main = (args.draft_tokens[0], args.concurrency[0], 0)
+    for item in items:
+        served = state.get(key_of(item), lambda item=item: serve(item, prompts, engines, args))
+        rows += served
+        setting = (item["draft_tokens"], item["concurrency"], item["repeat"])
+        if item["method"]["kind"] == "baseline" and item["set"] != HELD_OUT and setting == main:
+            for (place, _), row in zip(item["asked"], served, strict=False):
+                prompts.answered(item["set"], prompts.sets[item["set"]][place], row["tokens"])
+        if missing and item is missing[0]:
+            missing.pop(0)
+            before, new = new, new + len(item["asked"])
+            if before // 20 != new // 20 or not missing:
+                spent = time.time() - begun
+                left = spent / new * (total - new)
+                print(f"bench: {new}/{total} requests served, ETA {left:.0f} s", flush=True)
+    return rows
+
+
+def with_gaps(parted: list[dict], rows: list[dict], prompts: Prompts, engines, state) -> list:
+    """Each parting with the baseline's `top_two` tokens there and the `gap` of their logits."""
+    baseline = {"name": "baseline", "kind": "baseline"}
+    by_id = {(name, p["id"]): p for name, of in prompts.sets.items() for p in of}
+    tokens = {
+        (r["set"], r["prompt"], r["turn"], r["concurrency"], r["repeat"]): r["tokens"]
+        for r in rows
+        if r["kind"] == "baseline"
     }
+    found = []
+    for p in parted:
+        common = tokens[p["set"], p["prompt"], p["turn"], p["concurrency"], p["repeat"]][: p["at"]]
+        ids = by_id[p["set"], p["prompt"]]["ids"][p["turn"] - 1] + common
+
+        def look(ids=ids):
+            return engines.ask(baseline, 0, "top_two", [ids])[0]
+
+        there = state.get(["top two", p["set"], p["prompt"], p["turn"], *common], look)
+        found.append(p | {"top_two": there["tokens"], "gap": there["gap"]})
+    return found
 
 
-def figures(method: str, rows: list[dict], baseline: list[dict], draft_tokens: int) -> dict:
-    """The figures of one method, from its rows and the baseline's.
+def sampled(methods: list[dict], prompts: Prompts, engines, state, args) -> list[dict]:
+    """Whether each method's tokens at temperature 1 are distributed as the baseline's."""
+    from eyrie.figures import P_VALUE, two_sample
 
-    Acceptance length is 1 + accepted / drafts: the tokens that a verification yields.
-    """
-    total = {
-        key: sum(row[key] for row in rows)
-        for key in ("new_tokens", "seconds", "drafts", "proposed", "accepted")
-    }
-    per_position = [sum(row[f"accepted_{k + 1}"] for row in rows) for k in range(draft_tokens)]
-    rate = total["new_tokens"] / total["seconds"]
-    base = sum(r["new_tokens"] for r in baseline) / sum(r["seconds"] for r in baseline)
-    drafts = total["drafts"]
-    return {
-        "method": method,
-        "draft_tokens": 0 if method == "baseline" else draft_tokens,
-        "prompts": len(rows),
-        "new_tokens": total["new_tokens"],
-        "seconds": round(total["seconds"], 3),
-        "tokens_per_s": round(rate, 3),
-        "speedup": round(rate / base, 4),
-        "acceptance_length": round(1 + total["accepted"] / drafts, 4) if drafts else None,
-        "acceptance_per_position": [round(n / drafts, 4) for n in per_position] if drafts else None,
-        "drafts": int(drafts),
-        "proposed": int(total["proposed"]),
-        "accepted": int(total["accepted"]),
-        "identical": sum(a["tokens"] == b["tokens"] for a, b in zip(rows, baseline, strict=True)),
-    }
+    if not args.samples:
+        return []
+    first = next(iter(prompts.sets.values()))
+    prefixes = [prompt["ids"][0] for prompt in first[:PREFIXES]]
+    draft_tokens, of = args.draft_tokens[0], {}
+    for number, method in enumerate(methods):
+        # Seeds of its own for each method, or equal draws would hide a difference; torch takes 32
+        # bits of them on a CPU.
+        seed = number * PREFIXES * args.samples
+        settings = (args.samples, seed, args.max_num_seqs, draft_tokens)
+        of[method["name"]] = state.get(
+            ["samples", method["name"]],
+            lambda method=method, s=settings: engines.ask(
+                method, draft_tokens, "sample", prefixes, *s
+            ),
+        )
+    result = []
+    for method in methods[1:]:
+        test = two_sample(of[method["name"]], of["baseline"])
+        result.append(
+            {"method": method["name"], "prefixes": len(prefixes), "samples": args.samples}
+            | test
+            | {"differs": test["p"] < P_VALUE}
+        )
+    return result
 
 
-def trained_and_served(counters: dict, prompts: int, args) -> dict | None:
-    """What training estimated of the held-out conversations, beside what was accepted there, of
-    as many positions as training looked ahead and serving asked for."""
-    if not counters.get("drafts"):
-        return None
+def pieces(row: dict, decode) -> list[list]:
+    """An output as [text, draft position] of each token: 0 is the verifier's own, k was proposed
+    at position k and accepted."""
+    positions = [0]
+    for _, accepted in row["steps"]:
+        positions += [*range(1, accepted + 1), 0]
+    result, shown = [], ""
+    for number in range(len(row["tokens"])):
+        text = decode(row["tokens"][: number + 1])
+        # A character whose bytes are not all there yet waits for them.
+        whole = text.rstrip("\ufffd")
+        result.append([whole[len(shown) :], positions[number]])
+        shown = max(shown, whole, key=len)
+    return result
+
+
+def samples(rows: list[dict], prompts: Prompts) -> list[dict]:
+    """The run's own draft at work: first turns of a few prompts of as many categories."""
+    name = next(iter(prompts.sets))
+    asked = {prompt["id"]: prompt["asked"][0] for prompt in prompts.sets[name]}
+    found: dict[str, dict] = {}
+    for row in rows:
+        ours = row["method"] == "eagle3" and row["set"] == name and row["turn"] == 1
+        if ours and not row["beyond"] and row["drafts"]:
+            found.setdefault(row["category"], row)
+    return [
+        {
+            "prompt": row["prompt"],
+            "category": category,
+            "asked": asked[row["prompt"]],
+            "pieces": pieces(row, prompts.tokenizer.decode),
+        }
+        for category, row in list(found.items())[:SAMPLES]
+    ]
+
+
+def estimated(args) -> list[float]:
+    """The accuracy of each draft position on held-out rows after the chosen epoch, of as many
+    positions as training looked ahead."""
     import pandas as pd
 
     manifest = json.loads((args.checkpoint / "manifest.json").read_text())
@@ -215,123 +232,247 @@ def trained_and_served(counters: dict, prompts: int, args) -> dict | None:
     (chosen,) = history[
         (history.kind == "epoch") & (history.epoch == manifest["chosen_epoch"])
     ].to_dict("records")
-    positions = range(min(args.draft_tokens, manifest["config"]["ttt_steps"]))
-    estimated = [chosen[f"full_acc_{k}"] for k in positions]
-    served = [counters[f"accepted_{k + 1}"] / counters["drafts"] for k in positions]
+    return [chosen[f"full_acc_{k}"] for k in range(manifest["config"]["ttt_steps"])]
+
+
+def machine() -> dict:
+    """What the figures were measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
+    found = {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+    import torch
+
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return found | ({"gpus": gpus} if gpus else {})
+
+
+def fingerprint(methods: list[dict], prompts: Prompts, identity: dict, args) -> dict:
+    """All that decides a measurement: engine, models, prompts, machine and code."""
+    from eyrie.shards import token_hash
+
+    settings = ("dtype", "gpus", "draft_gpus", "gpu_memory_percent", "kv_cache_gib",
+                "max_model_len", "max_num_seqs", "max_num_batched_tokens", "turns", "repeats",
+                "interleave", "max_new_tokens", "samples", "draft_tokens", "concurrency",
+                "every_pair", "prompts_elsewhere", "held_out_methods", "profile")  # fmt: skip
     return {
-        "prompts": prompts,
-        "drafts": int(counters["drafts"]),
-        "estimated_per_position": estimated,
-        "acceptance_per_position": [round(share, 4) for share in served],
-        "estimated_acceptance_length": round(1 + sum(estimated), 4),
-        "acceptance_length": round(1 + sum(served), 4),
+        "settings": {name: getattr(args, name) for name in settings},
+        "verifier": identity["files"],
+        "drafts": {
+            m["name"]: sha256_file(Path(m["model"]) / "model.safetensors")
+            for m in methods
+            if "model" in m
+        },
+        "methods": [m["name"] for m in methods],
+        # The tokens of the first turns, and the texts of the later ones.
+        "prompts": {
+            name: [
+                token_hash([token for prompt in of for token in prompt["ids"][0]]),
+                [later for prompt in of for later in prompt["later"]],
+            ]
+            for name, of in prompts.sets.items()
+        },
+        "machine": machine(),
+        "versions": versions(),
+        "code": code_hash(Path(__file__)),
     }
 
 
-def measure_into(path: Path, method: str, prompts, held_out, args) -> None:
-    engine.end_with_parent()
-    write_json(path, measure(method, prompts, held_out, args))
-
-
-def run_methods(prompts: list[dict], held_out: list[list[int]], args) -> dict[str, dict]:
-    """Measure each method in a process of its own, so that none inherits another's memory.
-
-    They are forked from a server that has imported vLLM and done nothing else.
-    """
-    processes = multiprocessing.get_context("forkserver")
-    measured = {}
-    for method in METHODS:
-        out = args.summary.with_name(f"{args.summary.name}.{method}.partial")
-        process = processes.Process(
-            target=measure_into, args=(out, method, prompts, held_out, args)
-        )
-        try:
-            process.start()
-            process.join()
-            if process.exitcode:
-                raise BenchError(f"{method} ended with exit code {process.exitcode}; see above")
-            measured[method] = json.loads(out.read_text())
-        finally:
-            process.kill()
-            out.unlink(missing_ok=True)
-    return measured
+def pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", required=True, help="the run's name, for the summary")
     parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, nargs="*", default=[], help="of it, beside its own")
+    parser.add_argument(
+        "--draft", type=pair, nargs="*", default=[], help="NAME=FOLDER, more drafts"
+    )
+    parser.add_argument("--methods", nargs="*", default=["ngram"], help="without a draft model")
     parser.add_argument("--verifier", type=Path, required=True)
     parser.add_argument("--identity", type=Path, required=True, help="the verifier's identity")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--prompts-name", default="prompts", help="for the summary")
+    parser.add_argument("--prompt-file", type=pair, nargs="*", default=[], help="NAME=FILE, more")
     parser.add_argument("--num-prompts", type=int, required=True)
+    parser.add_argument("--prompts-elsewhere", type=int, default=2, help="beside the main setting")
+    parser.add_argument("--turns", type=int, default=1, help="asked of each prompt")
     parser.add_argument("--hidden", type=Path, nargs="+", required=True, help="hidden shards")
     parser.add_argument("--held-out", type=float, required=True, help="fraction, as in training")
     parser.add_argument("--num-held-out", type=int, required=True, help="conversations of it")
+    parser.add_argument("--held-out-methods", choices=["drafts", "all"], default="drafts")
     parser.add_argument("--system-turns", choices=["merge", "drop", "reject"], default="merge")
     parser.add_argument("--date", default="2026-01-01", help="today, to the chat template")
     parser.add_argument("--template-options", default="{}", help="JSON, for the chat template")
     parser.add_argument("--max-new-tokens", type=int, required=True)
-    parser.add_argument("--draft-tokens", type=int, required=True)
+    parser.add_argument("--draft-tokens", type=int, nargs="+", required=True, help="main one first")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1], help="main one first")
+    parser.add_argument("--every-pair", action="store_true", help="of the two, not each with main")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--interleave", action="store_true", help="hold all engines at once")
+    parser.add_argument("--samples", type=int, default=0, help="of each prefix at temperature 1")
+    parser.add_argument("--profile", action="store_true", help="tell where the time goes")
+    parser.add_argument("--draft-gpus", type=int, default=0, help="1, or as many as --gpus")
+    parser.add_argument("--state", type=Path, required=True, help="folder, for a killed run")
     parser.add_argument("--summary", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--rows", type=Path, required=True, help="JSON lines to write")
     parser.add_argument("--measurements", type=Path, required=True, help="CSV to write")
     parser.add_argument("--log", type=Path, help="gets a JSON line a method")
+    parser.add_argument("--rates", type=Path, help="gets what a plan goes by; see eyrie.rates")
     engine.add_arguments(parser)
     args = parser.parse_args()
 
+    # vLLM's n-gram search is numba's, whose OpenMP threads would leave its engine one thread for
+    # all else: it served at 0.69 of the baseline's speed, with as good as no drafts.
+    os.environ["NUMBA_THREADING_LAYER"] = "workqueue"
     engine.prepare(args.gpus, args.kv_cache_gib, in_process=False)
     started = time.time()
     # It imports while the prompts are made here.
-    forkserver.set_forkserver_preload(engine.PRELOAD)
+    forkserver.set_forkserver_preload([*engine.PRELOAD, "eyrie.serving"])
     forkserver.ensure_running()
     try:
-        prompts, held_out = tokenised(args), held_out_prompts(args)
-        _lock = hold_gpus(args.gpus)
-        measured = run_methods(prompts, held_out, args)
+        summary, rows = compare(args)
     except (BenchError, DataError, ValueError) as error:
         sys.exit(f"bench: {error}")
 
     import pandas as pd
 
-    baseline = measured["baseline"]["rows"]
-    methods, rows = [], []
-    for method, result in measured.items():
-        line = figures(method, result["rows"], baseline, args.draft_tokens)
-        line |= {key: result[key] for key in ("load_seconds", "peak_rss_bytes")}
-        methods.append(line)
-        log_line(args.log, **line)
-        for row, base in zip(result["rows"], baseline, strict=True):
-            row["identical"] = row["tokens"] == base["tokens"]
-            rows.append({key: value for key, value in row.items() if key != "tokens"})
+    from eyrie.figures import cell_of
+
+    with atomic(args.rows) as partial:
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain = [
+        {k: v for k, v in row.items() if k not in ("prompt_ids", "tokens", "steps")} for row in rows
+    ]
     with atomic(args.measurements) as partial:
-        pd.DataFrame(rows).to_csv(partial, index=False)
-    write_json(
-        args.summary,
-        {
-            "run": args.run,
-            "verifier": json.loads(args.identity.read_text())["source"],
-            "prompt_set": {
-                "name": args.prompts_name,
-                "prompts": args.num_prompts,
-                "max_new_tokens": args.max_new_tokens,
-                "concurrency": 1,
-            },
-            "methods": methods,
-            "held_out": trained_and_served(measured["eagle3"]["held_out"], len(held_out), args),
-            "settings": {
-                "dtype": measured["baseline"]["dtype"],
-                "temperature": 0.0,
-                **{
-                    key: getattr(args, key)
-                    for key in ("gpus", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
-                },
-            },
-            "versions": versions(),
-            "seconds": round(time.time() - started, 2),
-            "peak_rss_bytes": max(result["peak_rss_bytes"] for result in measured.values()),
-        },
+        # Whole numbers stay whole beside the empty cells of other numbers of draft tokens.
+        pd.DataFrame(plain).convert_dtypes().to_csv(partial, index=False)
+    # Of all that was served, many at a time too; a plan counts the same.
+    groups = {(cell_of(row), row["repeat"], row["group"]): row["group_seconds"] for row in rows}
+    served, seconds = sum(row["new_tokens"] for row in rows), sum(groups.values())
+    verifier = summary["verifier"]
+    record_rate(args.rates, "serve", verifier, args.gpus, served, seconds, f"run {args.run}")
+    took = {
+        "seconds": round(time.time() - started, 2),
+        "peak_rss_bytes": max(m["peak_rss_bytes"] for m in summary["methods"]),
+    }
+    write_json(args.summary, summary | took)
+    for line in summary["methods"]:
+        log_line(args.log, **line)
+    shutil.rmtree(args.state)
+
+
+def compare(args) -> tuple[dict, list[dict]]:
+    """(summary, rows); the state keeps what was measured until they are written."""
+    from eyrie import figures
+
+    identity = json.loads(args.identity.read_text())
+    methods, left_out = methods_of(args)
+    for method in methods:
+        manifest = Path(method.get("model", "")) / "manifest.json"
+        if "model" in method and manifest.exists():
+            check_tokenizer(json.loads(manifest.read_text()), identity, method["name"])
+    shards = read_shards(args.hidden)
+    prompts = Prompts(args, held_out_prompts(shards, args))
+    first = next(iter(prompts.sets))
+    made_of = fingerprint(methods, prompts, identity, args)
+    made_of["digest"] = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+    folder = args.state / made_of["digest"][:16]
+    state = State(folder)
+    args.traces = str(folder / "traces") if args.profile else None
+    seen = trained_on(prompts, shards)
+    items = plan(args, prompts.sets, methods)
+    _lock = hold_gpus(args.gpus)
+    engines = Engines([p["ids"][0] for p in prompts.sets[first]], state, args)
+    try:
+        rows = measure(items, prompts, engines, state, args)
+        parted = with_gaps(figures.partings(rows), rows, prompts, engines, state)
+        sampling = sampled(methods, prompts, engines, state, args)
+        profiles = profiled(methods, prompts, engines, state, args)
+        engines.stop()
+    finally:
+        engines.kill()
+
+    about = {m["name"]: state.done[json.dumps(["about", m["name"]])] for m in methods}
+    threads = {name: of["threads"] for name, of in about.items()}
+    if len(set(threads.values())) > 1:
+        raise BenchError(f"the engines do not compute with as many threads each: {threads}")
+    dtype = about["baseline"].pop("dtype")
+    for line in parted:
+        line["rounding"] = figures.is_rounding(line, dtype)
+    with_base = {(figures.request_of(r), r["repeat"]) for r in rows if r["kind"] == "baseline"}
+    differing = {(*figures.cell_of(p), figures.request_of(p), p["repeat"]) for p in parted}
+    for row in rows:
+        key = figures.request_of(row), row["repeat"]
+        apart = (*figures.cell_of(row), *key) in differing
+        row["identical"] = not apart if key in with_base else None
+    cells = figures.cells(rows, parted, dtype)
+    main = (first, args.concurrency[0])
+    order = [m["name"] for m in methods]
+    of_main = sorted(
+        (
+            cell | {k: v for k, v in about[cell["method"]].items() if k != "dtype"}
+            for cell in cells
+            if (cell["set"], cell["concurrency"]) == main
+            and cell["draft_tokens"] in (0, args.draft_tokens[0])
+        ),
+        key=lambda cell: order.index(cell["method"]),
     )
+    held_out = [r for r in rows if r["set"] == HELD_OUT and r["method"] == "eagle3"]
+    return {
+        "run": args.run,
+        "verifier": identity["source"],
+        "prompt_set": {
+            "name": args.prompts_name,
+            "prompts": args.num_prompts,
+            "turns": args.turns,
+            "max_new_tokens": args.max_new_tokens,
+            "concurrency": args.concurrency[0],
+        },
+        # At the main setting; all of them are in `cells`.
+        "methods": of_main,
+        "left_out": left_out,
+        "cells": cells,
+        "partings": parted,
+        "sampling": sampling,
+        "profiles": profiles,
+        "held_out": figures.trained_and_served(held_out, estimated(args)) if held_out else None,
+        "trained_on": seen,
+        "prompts_left_out": prompts.left_out,
+        "samples": samples(rows, prompts),
+        "settings": {
+            "dtype": dtype,
+            "temperature": 0.0,
+            **{
+                key: getattr(args, key)
+                for key in ("gpus", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+            },
+        },
+        "versions": made_of["versions"],
+        "fingerprint": made_of,
+    }, rows
+
+
+def profiled(methods: list[dict], prompts: Prompts, engines, state, args) -> dict[str, dict]:
+    """{method: {kind of work: share of the time}} of a short run of the baseline and the draft."""
+    if not args.profile:
+        return {}
+    first = next(iter(prompts.sets.values()))
+    ids, draft_tokens = [first[0]["ids"][0]], args.draft_tokens[0]
+    return {
+        method["name"]: state.get(
+            ["profile", method["name"]],
+            lambda m=method: engines.ask(m, draft_tokens, "profiled", ids, 1, draft_tokens),
+        )
+        for method in methods
+        if method["name"] in ("baseline", "eagle3")
+    }
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from eyrie.files import link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.memory import extraction_memory, require_memory
 from eyrie.provenance import peak_rss_bytes
+from eyrie.rates import record_rate
 from eyrie.shards import (
     HEADER_BYTES,
     STATES_DTYPES,
@@ -45,6 +46,7 @@ from eyrie.verifier import (
     extraction_ids,
     load_verifier_config,
     text_sizes,
+    weight_bytes,
 )
 
 
@@ -485,8 +487,8 @@ def rows_at_once(args, missing: list[Shard], config: VerifierConfig) -> int:
     if any(shard.prompts.turns for shard in missing):
         longest = args.max_length
     memory = extraction_memory(
-        config,
-        sum(path.stat().st_size for path in args.verifier.glob("*.safetensors")),
+        config.text,
+        weight_bytes(args.verifier),
         4 if args.dtype == "float32" else 2,
         len(args.layer_ids),
         args.gpus,
@@ -509,6 +511,18 @@ def run_engine(args, missing: list[Shard], config: VerifierConfig) -> dict:
         "engine_seconds": round(time.time() - loaded, 2),
         "halvings": extraction.halvings,
     }
+
+
+def record_rates(args, verifier: str, made: list[Rows], timings: dict) -> None:
+    """Tell the next plan how fast the verifier was loaded, and read rows or answered them."""
+    answering = args.answers == "verifier"
+    tokens = sum(int(r.loss_mask.sum()) if answering else len(r.input_ids) for r in made)
+    for stage, amount, seconds in (
+        ("load", weight_bytes(args.verifier), timings["load_seconds"]),
+        ("answers" if answering else "prefill", tokens, timings["engine_seconds"]),
+    ):
+        of = f"data {args.summary.parent.name}"
+        record_rate(args.rates, stage, verifier, args.gpus, amount, seconds, of)
 
 
 def checks(seals: list[dict]) -> dict:
@@ -535,6 +549,7 @@ def main() -> None:
     parser.add_argument("--identity", type=Path, required=True, help="the verifier's identity")
     parser.add_argument("--summary", type=Path, required=True, help="JSON to write")
     parser.add_argument("--log", type=Path, required=True, help="gets a JSON line a shard")
+    parser.add_argument("--rates", type=Path, help="gets what a plan goes by; see eyrie.rates")
     parser.add_argument("--layer-ids", type=int, nargs="+", required=True, help="vLLM's ids")
     parser.add_argument("--answers", choices=["verifier", "dataset"], required=True)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -556,8 +571,8 @@ def main() -> None:
         # Told now, not after hours of extraction.
         draft_size(args.draft_vocab_size, text["vocab_size"])
         # The folder's own record of how long it took to fetch decides no number.
-        identity = json.loads(args.identity.read_text())
-        identity = json.dumps([identity["source"], identity["files"]])
+        verifier = json.loads(args.identity.read_text())
+        identity = json.dumps([verifier["source"], verifier["files"]])
         args.store.mkdir(parents=True, exist_ok=True)
         stored, missing = [], []
         for number, path in enumerate(args.shards):
@@ -588,7 +603,9 @@ def main() -> None:
             fit = rows_at_once(args, missing, config)
             if fit < args.max_num_seqs:
                 print(f"extract: the engine's cache holds {fit:,} of the longest rows at once")
+            paths = [shard.path for shard in missing]
             timings = run_engine(args, missing, config)
+            record_rates(args, verifier["source"], [read_rows(path) for path in paths], timings)
         linked = [link_or_copy(*pair) for pair in zip(stored, args.out, strict=True)]
     except (ShardError, ValueError, OSError) as error:
         sys.exit(f"extract: {error}")

@@ -171,12 +171,13 @@ def check_room(args, verifier) -> list[dict]:
 
     from eyrie import store
     from eyrie.memory import GIB, extraction_memory, require_memory
+    from eyrie.verifier import weight_bytes
 
     checks = []
     longest = args.max_length + 1
     memory = extraction_memory(
-        verifier,
-        sum(path.stat().st_size for path in args.verifier.glob("*.safetensors")),
+        verifier.text,
+        weight_bytes(args.verifier),
         4 if args.dtype == "float32" else 2,
         len(args.layer_ids) + 1,
         args.gpus,

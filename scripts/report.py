@@ -14,6 +14,9 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from eyrie.benchmark_page import benchmark
+from eyrie.files import atomic
+from eyrie.markdown import to_markdown
 from eyrie.page import (
     COLOURS,
     SERIES,
@@ -21,120 +24,13 @@ from eyrie.page import (
     duration,
     fill,
     fixed,
-    plot_positions,
     svg,
+    write_figures,
     write_page,
 )
 
-METHOD_COLOURS = {
-    "baseline": COLOURS["plain"],
-    "ngram": COLOURS["series-2"],
-    "eagle3": COLOURS["accent"],
-}
 # A curve of training steps has this many points, each the mean of as many steps as that takes.
 CURVE_POINTS = 100
-
-
-def named(method: dict) -> str:
-    drafts = method["draft_tokens"]
-    return f"{method['method']}, {drafts} draft tokens" if drafts else method["method"]
-
-
-def verdict(methods: list[dict]) -> dict:
-    """Return the sentence that the report opens with, and what a reader must know beside it.
-
-    It is about the fastest eagle3 method. `notes` are of things that are not as they should be:
-    outputs that differ from the baseline's, or n-gram drafting that is as fast without training.
-    """
-    baseline = next(m for m in methods if m["method"] == "baseline")
-    draft = max((m for m in methods if m["method"] == "eagle3"), key=lambda m: m["speedup"])
-    speedup = draft["speedup"]
-    times = f"{speedup:.2f} times as fast"
-    if f"{speedup:.2f}" == "1.00":
-        claim = "Serving is no faster with the draft"
-    elif speedup < 1:
-        claim = f"Serving is slower with the draft, {times}"
-    else:
-        claim = f"Serving is {times} with the draft"
-    sentence = (
-        f"{claim}: {fixed(draft['tokens_per_s'], 1)} tokens/s against "
-        f"{fixed(baseline['tokens_per_s'], 1)}, at an acceptance length of "
-        f"{fixed(draft['acceptance_length'])} with {draft['draft_tokens']} draft tokens."
-    )
-    notes = []
-    differing = draft["prompts"] - draft["identical"]
-    if differing:
-        notes.append(
-            f"{differing:,} of {draft['prompts']:,} outputs are not identical to the baseline's."
-        )
-    for other in methods:
-        if other["method"] == "ngram" and other["speedup"] >= speedup:
-            times = f"{other['speedup']:.2f} times as fast"
-            notes.append(f"n-gram drafting, which needs no training, is {times}.")
-    return {"sentence": sentence, "notes": notes, "draft": draft}
-
-
-def by_category(measurements: pd.DataFrame) -> list[dict]:
-    """Return a dict a category, with acceptance length and speed-up of each drafting method.
-
-    Speeds are over the requests' own seconds, the baseline's in the same category being 1.
-    """
-    sums = measurements.groupby(["category", "method"], sort=True)[
-        ["new_tokens", "seconds", "drafts", "accepted"]
-    ].sum()
-    sums["speed"] = sums["new_tokens"] / sums["seconds"]
-    sums["acceptance_length"] = 1 + sums["accepted"] / sums["drafts"]
-    prompts = measurements[measurements["method"] == "baseline"].groupby("category").size()
-    return [
-        {
-            "category": category,
-            "prompts": int(prompts[category]),
-            "baseline": of["speed"]["baseline"],
-            "methods": {
-                method: {
-                    "acceptance_length": row["acceptance_length"],
-                    "speedup": row["speed"] / of["speed"]["baseline"],
-                }
-                for method, row in of.iterrows()
-                if method != "baseline"
-            },
-        }
-        for category, of in ((c, sums.loc[c]) for c in prompts.index)
-    ]
-
-
-def plot_speed(methods: list[dict]) -> Markup:
-    """Draw tokens/s of each method as a bar."""
-    figure, axes = canvas(2.8)
-    bars = axes.barh(
-        [named(m) for m in methods],
-        [m["tokens_per_s"] for m in methods],
-        color=[METHOD_COLOURS[m["method"]] for m in methods],
-        height=0.55,
-    )
-    axes.bar_label(bars, [fixed(m["tokens_per_s"], 1) for m in methods], padding=4)
-    axes.margins(x=0.14)
-    axes.invert_yaxis()
-    axes.set_xlabel("tokens/s")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(left=False)
-    axes.grid(axis="x")
-    return svg(figure, "Tokens per second of each method")
-
-
-def plot_acceptance(methods: list[dict], estimate: list[float]) -> Markup:
-    """Draw how often each draft position was accepted when served, and the held-out estimate."""
-    series = [
-        (
-            f"{m['method']}, served",
-            m["acceptance_per_position"],
-            {"color": METHOD_COLOURS[m["method"]]},
-        )
-        for m in methods
-        if m["acceptance_per_position"]
-    ]
-    hollow = {"facecolor": "none", "edgecolor": COLOURS["accent"], "linewidth": 1.2}
-    return plot_positions([*series, ("eagle3, held out", estimate, hollow)])
 
 
 def plot_training(metrics: pd.DataFrame, column: str, label: str, chosen: int) -> Markup:
@@ -222,6 +118,19 @@ def plot_vocabulary(vocab: dict) -> Markup:
     return svg(figure, "Coverage of supervised tokens over the size of the draft vocabulary")
 
 
+def plot_norms(hidden: dict) -> Markup:
+    """Draw the mean norm of each layer's stored states."""
+    figure, axes = canvas(2.6)
+    layers = [str(layer) for layer in hidden["layer_ids"]]
+    bars = axes.bar(layers, hidden["layer_norms"], color=COLOURS["accent"], width=0.55)
+    axes.bar_label(bars, [fixed(n, 1) for n in hidden["layer_norms"]], padding=3)
+    axes.margins(y=0.14)
+    axes.set_xlabel("layer that the state enters; the last is the final norm")
+    axes.set_ylabel("mean norm")
+    axes.grid(axis="y")
+    return svg(figure, "Mean norm of the hidden states of each layer")
+
+
 def positions(metrics: pd.DataFrame) -> int:
     return sum(column.startswith("full_acc_") for column in metrics)
 
@@ -281,6 +190,36 @@ def stages(data: dict, checkpoint: Path) -> list[dict]:
     ]
 
 
+def planned(data: dict) -> list[dict]:
+    """Return a dict a figure of the plan beside what it came to: name, unit, planned, measured,
+    and where the plan had it from. Of what was not made in this run, the states of an earlier one
+    say, there is nothing to compare."""
+    plan, hidden, bench = data["plan"], data["hidden"], data["bench"]
+    loads = sum(method["load_seconds"] for method in bench["methods"])
+    measured = {
+        "load": hidden["load_seconds"],
+        "extract": hidden["engine_seconds"] if hidden["made"] == hidden["shards"] else None,
+        "train": data["manifest"]["seconds"],
+        "bench": bench["seconds"] - loads,
+        "bench loads": loads,
+    }
+    tokens, source = plan["tokens"], plan["tokens"]["source"]
+    kept = plan["states"][f"{plan['states']['kept_as']}_bytes"]
+    rows = [
+        ("tokens", "tokens", tokens["total"], hidden["tokens"], source),
+        ("states", "bytes", kept, hidden["bytes"], source),
+    ]
+    if plan["memory"]["device_source"] == "this machine's memory":
+        host, peak = plan["memory"]["host_bytes"]["extract"], hidden["peak_rss_bytes"]
+        rows.append(("memory of extract", "bytes", host, peak, "the config"))
+    rows += [
+        (row["part"], "seconds", row["seconds"], measured[row["part"]] or None, row["source"])
+        for row in plan["times"]
+    ]
+    names = ("name", "unit", "planned", "measured", "source")
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
 def serve_command(verifier: Path, checkpoint: Path, draft_tokens: int) -> str:
     """Return the command for a shell, of two lines."""
     config = {
@@ -292,6 +231,17 @@ def serve_command(verifier: Path, checkpoint: Path, draft_tokens: int) -> str:
     return f"vllm serve {shlex.quote(str(verifier))} \\\n  --speculative-config {quoted}"
 
 
+def sglang_command(verifier: Path, checkpoint: Path, draft_tokens: int) -> str:
+    """As `serve_command`, for SGLang: a chain of drafts, which the verifier's token is added to."""
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(str(verifier))} \\\n"
+        "  --speculative-algorithm EAGLE3 \\\n"
+        f"  --speculative-draft-model-path {shlex.quote(str(checkpoint))} \\\n"
+        f"  --speculative-num-steps {draft_tokens} --speculative-eagle-topk 1 \\\n"
+        f"  --speculative-num-draft-tokens {draft_tokens + 1}"
+    )
+
+
 def render(template: Path, run: str, verifier: Path, checkpoint: Path, data: dict) -> str:
     """Return the page. `data` holds the loaded files by their option's name, and `manifest` and
     `metrics` of the checkpoint.
@@ -299,32 +249,33 @@ def render(template: Path, run: str, verifier: Path, checkpoint: Path, data: dic
     Raises:
         KeyError, TypeError, jinja2.UndefinedError: a file lacks something that the page shows.
     """
-    methods, metrics = data["bench"]["methods"], data["metrics"]
+    metrics = data["metrics"]
+    shown = benchmark(data["bench"], data["measurements"], data["vocab"]["supervised_tokens"])
+    draft = shown["verdict"]["draft"]
     chosen = data["manifest"]["chosen_epoch"]
     epochs = metrics[metrics["kind"] == "epoch"].to_dict("records")
     names = range(positions(metrics))
     best = next(epoch for epoch in epochs if epoch["epoch"] == chosen)
-    opening = verdict(methods)
     return fill(
         template,
         **data,
         run=run,
-        verdict=opening,
-        categories=by_category(data["measurements"]),
+        benchmark=shown,
         chosen=chosen,
         epochs=epochs,
         positions=names,
         estimated=best["acceptance_length"],
         smoothing=smoothing(metrics[metrics["kind"] == "step"]),
         stages=stages(data, checkpoint),
-        serve=serve_command(verifier, checkpoint, opening["draft"]["draft_tokens"]),
+        planned=planned(data),
+        serve=serve_command(verifier, checkpoint, draft["draft_tokens"]),
+        sglang=sglang_command(verifier, checkpoint, draft["draft_tokens"]),
         plots={
-            "speed": plot_speed(methods),
-            "positions": plot_acceptance(methods, [best[f"full_acc_{n}"] for n in names]),
             "loss": plot_training(metrics, "loss", "loss", chosen),
             "accuracy": plot_training(metrics, "full_acc", "accuracy, cumulative", chosen),
-            "length": plot_acceptance_length(metrics, chosen, opening["draft"]),
+            "length": plot_acceptance_length(metrics, chosen, draft),
             "vocabulary": plot_vocabulary(data["vocab"]),
+            "norms": plot_norms(data["hidden"]) if "layer_norms" in data["hidden"] else None,
         },
     )
 
@@ -335,6 +286,7 @@ def main() -> None:
     parser.add_argument("--template", type=Path, required=True)
     parser.add_argument("--shards", type=Path, required=True, help="shards.json")
     parser.add_argument("--hidden", type=Path, required=True, help="hidden.json")
+    parser.add_argument("--plan", type=Path, required=True, help="plan_RUN.json")
     parser.add_argument("--vocab", type=Path, required=True, help="vocab_RUN.json")
     parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint's folder")
     parser.add_argument("--check", type=Path, required=True, help="check_RUN.json")
@@ -342,12 +294,14 @@ def main() -> None:
     parser.add_argument("--measurements", type=Path, required=True, help="bench_RUN.csv")
     parser.add_argument("--identities", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--markdown", type=Path, help="the same in Markdown; needs --figures")
+    parser.add_argument("--figures", type=Path, help="folder of the figures as SVG and PNG")
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
 
     data = {
         name: json.loads(getattr(args, name).read_text())
-        for name in ("shards", "hidden", "vocab", "check", "bench")
+        for name in ("shards", "hidden", "plan", "vocab", "check", "bench")
     }
     data["manifest"] = json.loads((args.checkpoint / "manifest.json").read_text())
     data["metrics"] = pd.read_parquet(args.checkpoint / "metrics.parquet")
@@ -362,6 +316,10 @@ def main() -> None:
     # A verifier's identity lies beside its folder, under the same name.
     verifier = next(p for p in args.identities if p.stem == "verifier").with_suffix("")
     page = render(args.template, args.run, verifier, args.checkpoint, data)
+    if args.figures:
+        figures = write_figures(args.figures)
+        with atomic(args.markdown) as partial:
+            partial.write_text(to_markdown(page, figures))
     write_page(args.out, page, args.log)
     print(f"report: {args.out}")
 

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 from safetensors import safe_open
 
+from eyrie.files import write_json
 from eyrie.page import SERIES, canvas, fill, fixed, plain, plot_positions, svg, write_page
 
 
@@ -47,7 +48,8 @@ def read_draft(checkpoint: Path, *files: Path) -> dict:
         **{key: served[key] for key in ("acceptance_length", "tokens_per_s", "speedup")},
         "per_position": served["acceptance_per_position"] or [],
         "identical": served["identical"],
-        "prompts": served["prompts"],
+        "prompts": served["compared"],
+        "row": {"run": bench["run"], **served},
         "coverage": vocab["coverage"],
         "ok": check["ok"],
         "parameters": sum(math.prod(s) for n, s in shapes.items() if n not in ("d2t", "t2d")),
@@ -173,11 +175,14 @@ def main() -> None:
     parser.add_argument("--check", type=Path, nargs="+", required=True, help="check_RUN.json")
     parser.add_argument("--bench", type=Path, nargs="+", required=True, help="bench_RUN.json")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--summary", type=Path, required=True, help="JSON: a row a draft")
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
 
     files = zip(args.checkpoint, args.vocab, args.check, args.bench, strict=True)
-    page = render(args.template, [read_draft(*of_run) for of_run in files])
+    drafts = [read_draft(*of_run) for of_run in files]
+    page = render(args.template, drafts)
+    write_json(args.summary, {"methods": [draft["row"] for draft in drafts]})
     write_page(args.out, page, args.log)
     print(f"sweep: {args.out}")
 

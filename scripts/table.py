@@ -1,10 +1,10 @@
-"""Print a benchmark as a plain table, and where its report is."""
+"""Print a benchmark, or the drafts of a sweep, as a plain table, and where its report is."""
 
 import argparse
 import json
 from pathlib import Path
 
-HEAD = ("method", "draft tokens", "acceptance length", "tokens/s", "speed-up", "identical")
+HEAD = ("draft tokens", "acceptance length", "tokens/s", "speed-up", "identical")
 
 
 def cells(method: dict) -> tuple[str, ...]:
@@ -12,18 +12,20 @@ def cells(method: dict) -> tuple[str, ...]:
     drafting = method["method"] != "baseline"
     length = method["acceptance_length"]
     return (
-        method["method"],
+        method.get("run", method["method"]),
         str(method["draft_tokens"]) if drafting else "-",
         "-" if length is None else f"{length:.2f}",
         f"{method['tokens_per_s']:,.1f}",
         f"{method['speedup']:.2f}x",
-        f"{method['identical']:,} of {method['prompts']:,}" if drafting else "-",
+        f"{method['identical']:,} of {method['compared']:,}" if drafting else "-",
     )
 
 
 def table(methods: list[dict]) -> str:
-    """Return the lines of the table, each column as wide as its widest cell."""
-    rows = [HEAD, *map(cells, methods)]
+    """Return the lines of the table, each column as wide as its widest cell. Of a sweep each line
+    is the draft of a run."""
+    first = "run" if "run" in methods[0] else "method"
+    rows = [(first, *HEAD), *map(cells, methods)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -36,7 +38,7 @@ def table(methods: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("bench", type=Path, help="bench_RUN.json")
+    parser.add_argument("bench", type=Path, help="bench_RUN.json, or report_sweep.json")
     parser.add_argument("--report", type=Path, required=True, help="report_RUN.html")
     args = parser.parse_args()
     print(table(json.loads(args.bench.read_text())["methods"]))

@@ -36,6 +36,7 @@ from eyrie.gpus import hold_gpus
 from eyrie.hidden import HiddenStates, split
 from eyrie.layouts import hub_name, write_layout
 from eyrie.provenance import peak_rss_bytes, versions
+from eyrie.rates import passes, record_rate
 from eyrie.shape import DraftShape, add_shape_arguments, shape_of
 from eyrie.shards import ShardError
 from eyrie.trainer import DraftTrainer, Interrupted, join_processes
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int, required=True, help="steps")
     parser.add_argument("--keep", type=int, default=2, help="of the states saved")
     parser.add_argument("--log", type=Path, help="gets a JSON line an epoch")
+    parser.add_argument("--rates", type=Path, help="gets what a plan goes by; see eyrie.rates")
     parser.add_argument("--tensorboard", type=Path, help="folder of the curves")
     args = parser.parse_args()
 
@@ -300,6 +302,13 @@ def train(args) -> None:
             "peak_rss_bytes": peak_rss_bytes(),
         },
     )
+    work = sum(
+        row["tokens"] * passes(1 if row["epoch"] < args.ttt_warmup_epochs else args.ttt_steps)
+        for row in trainer.history
+        if row["kind"] == "step"
+    )
+    of = f"run {args.state.name}"
+    record_rate(args.rates, "train", identity["source"], args.gpus, work, manifest["seconds"], of)
     print(f"train: chose epoch {manifest['chosen_epoch']}; {args.out}")
 
 

@@ -182,7 +182,11 @@ def make_conversations(path: Path, count: int = 40) -> Path:
 
 def make_prompts(path: Path, count: int = 6) -> Path:
     rows = [
-        {"question_id": i, "category": "ab"[i % 2], "turns": [sentence(100 + i, 8) + "?"]}
+        {
+            "question_id": i,
+            "category": "ab"[i % 2],
+            "turns": [sentence(n + i, 8) + "?" for n in (100, 200)],
+        }
         for i in range(count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -458,3 +458,11 @@ def check_light(
     if all(c["ok"] for c in checks):
         checks += check_header(header, config, verifier["vocab_size"], own)
     return checks, config
+
+
+def check_folder(folder: Path, verifier: dict, verifier_dir: Path) -> list[dict]:
+    """Every check of one checkpoint but what vLLM makes of it; weights where all else is right."""
+    checks, config = check_light(folder, verifier)
+    if passed(checks):
+        checks += check_values(folder / WEIGHTS, config, verifier_dir)
+    return checks

@@ -159,22 +159,68 @@ class Train(Block):
     runtime: Positive
 
 
+# A part of a file's name, and of an option that names one.
+Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]+$")]
+# The first is the main setting; each is measured once.
+Settings = Annotated[list[Positive], Field(min_length=1)]
+
+
 class Bench(Engine):
+    draft_gpus: Positive | None
+    methods: list[Literal["ngram", "suffix"]]
+    epochs: list[Count]
+    drafts: dict[Name, str]
     prompts: Positive
+    turns: Positive
+    prompt_files: dict[Name, str]
     held_out_prompts: Count
+    held_out_methods: Literal["drafts", "all"]
     max_new_tokens: Positive
-    draft_tokens: Positive
+    draft_tokens: Settings
+    concurrency: Settings
+    every_pair: Flag
+    prompts_elsewhere: Positive
+    repeats: Positive
+    interleave: Flag
+    samples: Count
+    profile: Flag
     runtime: Positive
 
 
+PositiveReal = Annotated[float, Field(gt=0)]
+
+
+class Rates(Block):
+    load_gb_per_s: PositiveReal | None = None
+    prefill_tokens_per_s: PositiveReal | None = None
+    answer_tokens_per_s: PositiveReal | None = None
+    train_tokens_per_s: PositiveReal | None = None
+    serve_tokens_per_s: PositiveReal | None = None
+
+
+class Plan(Block):
+    verifier: str | None
+    prompt_tokens: PositiveReal
+    answer_tokens: PositiveReal
+    gpu_memory_gib: PositiveReal | None
+    rates: Rates
+
+
+class Card(Block):
+    license: str | None
+    license_name: str | None
+    license_link: str | None
+    base_model: str | None
+
+
 class Run(Block):
-    """vocab, draft and train are the config's own with what the run says over them."""
+    """Its blocks are the config's own with what the run says over them."""
 
     data: str
-    prompts: Positive | None = None
     vocab: Vocab
     draft: Draft
     train: Train
+    bench: Bench
 
 
 class Config(Block):
@@ -194,6 +240,8 @@ class Config(Block):
     draft: Draft
     train: Train
     bench: Bench
+    plan: Plan
+    card: Card
     runs: dict[str, Run]
     sweep: list[str]
 
@@ -247,13 +295,13 @@ def with_reference(values: dict) -> dict:
 
 
 def _with_defaults(run, values: dict):
-    """A run with the config's vocab, draft and train under its own keys."""
+    """A run with the config's vocab, draft, train and bench under its own keys."""
     if not isinstance(run, dict):
         return run
     run = dict(with_reference(run))
     if isinstance(run.get("data"), int):
         run["data"] = str(run["data"])
-    for block in ("vocab", "draft", "train"):
+    for block in ("vocab", "draft", "train", "bench"):
         over = run.get(block, {})
         if isinstance(over, dict) and isinstance(values.get(block), dict):
             run[block] = values[block] | over
@@ -268,6 +316,21 @@ def _shape_problems(draft: Draft) -> list[str]:
             f"num_key_value_heads, {draft.num_key_value_heads}"
         )
     problems += [f"rope_scaling: {problem}" for problem in rope_problems(draft.rope_scaling)]
+    return problems
+
+
+def _bench_problems(bench: Bench) -> list[str]:
+    problems = []
+    for key in ("draft_tokens", "concurrency"):
+        if len(set(getattr(bench, key))) < len(getattr(bench, key)):
+            problems.append(f"{key}: a number is listed twice")
+    if max(bench.concurrency) > bench.max_num_seqs:
+        problems.append(
+            f"concurrency: {max(bench.concurrency)} is more than max_num_seqs, "
+            f"{bench.max_num_seqs}, which vLLM serves at once"
+        )
+    if bench.draft_gpus not in (None, 1, bench.gpus):
+        problems.append(f"draft_gpus: vLLM takes 1 or as many as gpus, {bench.gpus}")
     return problems
 
 
@@ -323,6 +386,7 @@ def load_config(values: dict) -> Config:
         )
     for name, run in config.runs.items():
         problems += [f"runs.{name}.draft.{problem}" for problem in _shape_problems(run.draft)]
+        problems += [f"runs.{name}.bench.{problem}" for problem in _bench_problems(run.bench)]
     if problems:
         raise ConfigError("config: " + "\n        ".join(problems))
     return config

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import matplotlib
@@ -61,6 +62,10 @@ matplotlib.rcParams.update(
 )
 
 
+# Every figure that this process drew, by what is read aloud of it, and its SVG in plain colours.
+DRAWN: dict[str, tuple[Figure, str]] = {}
+
+
 def canvas(height: float = 3.0):
     """Return a figure, narrow enough that its text can be read on a phone, and its axes."""
     figure = Figure(figsize=(5, height), layout="constrained")
@@ -77,12 +82,37 @@ def svg(figure: Figure, label: str) -> Markup:
     bare = dict.fromkeys(["Date", "Creator", "Format", "Type"])
     figure.savefig(buffer, format="svg", transparent=True, metadata=bare)
     text = buffer.getvalue()
+    # It is laid out; again for the PNG would take as long.
+    figure.set_layout_engine("none")
+    DRAWN[label] = figure, text
     text = text[text.index("<svg") :]
     # Names such as "figure_1" would be there once for each figure of the page.
     text = re.sub(r' id="[\w.]+_\d+"| xmlns(:xlink)?="[^"]*"', "", text)
     for name, colour in COLOURS.items():
         text = text.replace(colour, f"var(--{name})")
     return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1))
+
+
+def write_figures(folder: Path) -> dict[str, Path]:
+    """Write what was drawn as SVG and PNG; the folder appears whole or not at all.
+
+    Returns label -> the PNG, from the folder that `folder` is in.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    files = {}
+    for label, (figure, text) in DRAWN.items():
+        name = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
+        (partial / f"{name}.svg").write_text(text)
+        # Without matplotlib's own version the same inputs give the same bytes.
+        figure.savefig(
+            partial / f"{name}.png", dpi=160, facecolor="white", metadata={"Software": None}
+        )
+        files[label] = Path(folder.name) / f"{name}.png"
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return files
 
 
 def plot_positions(series: list[tuple[str, list[float], dict]]) -> Markup:

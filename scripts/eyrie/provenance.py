@@ -2,6 +2,7 @@
 much memory it took."""
 
 import ast
+import functools
 import hashlib
 import platform
 import resource
@@ -27,6 +28,23 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@functools.cache
+def read_module(path: Path) -> tuple[list[str], str]:
+    """The project modules that a source file names in its imports, and its syntax tree in words,
+    docstrings left out."""
+    tree, names = ast.parse(path.read_text()), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "eyrie":
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node, clean=False
+        ):
+            node.body = node.body[1:]
+    return [name for name in names if name.startswith("eyrie.")], ast.dump(tree)
+
+
 def project_modules(path: Path, root: Path) -> list[Path]:
     """`path` and, through imports of any depth, every module of `root`'s eyrie package it uses."""
     todo, found = [path], []
@@ -35,16 +53,8 @@ def project_modules(path: Path, root: Path) -> list[Path]:
         if source in found:
             continue
         found.append(source)
-        for node in ast.walk(ast.parse(source.read_text())):
-            names = []
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "eyrie":
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            for name in names:
-                module = root / (name.replace(".", "/") + ".py")
-                if name.startswith("eyrie.") and module.exists():
-                    todo.append(module)
+        modules = [root / (name.replace(".", "/") + ".py") for name in read_module(source)[0]]
+        todo += [module for module in modules if module.exists()]
     return sorted(found)
 
 
@@ -56,11 +66,5 @@ def code_hash(path: Path) -> str:
     """
     hashed = hashlib.sha256()
     for source in project_modules(path, path.parent):
-        tree = ast.parse(source.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-                node, clean=False
-            ):
-                node.body = node.body[1:]
-        hashed.update(source.name.encode() + ast.dump(tree).encode())
+        hashed.update(source.name.encode() + read_module(source)[1].encode())
     return hashed.hexdigest()[:16]

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from eyrie.files import fsync_path, sha256_file, write_json
+from eyrie.memory import disk_fault
 
 
 def seal(partial: Path, path: Path, **found) -> None:
@@ -57,9 +58,5 @@ def set_aside(path: Path) -> Path:
 
 def require_space(folder: Path, needed: int) -> None:
     """Raise OSError where the disk has no room for `needed` bytes."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(
-            f"{folder}: {needed / 1e9:,.2f} GB may be needed, {free / 1e9:,.2f} GB are free; make "
-            "room, name another `results:`, or take fewer conversations or shorter rows"
-        )
+    if fault := disk_fault(folder, needed, shutil.disk_usage(folder).free):
+        raise OSError(fault)

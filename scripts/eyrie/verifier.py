@@ -116,6 +116,11 @@ def text_config(config: dict) -> dict:
     return config
 
 
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the weights' files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
 def refuse_unsupported(text: dict) -> None:
     """Refuse what would be extracted or trained wrongly, from the text model's config alone.
 

@@ -1,20 +1,20 @@
-from types import SimpleNamespace
-
 import pytest
 
 from eyrie.memory import GIB, extraction_memory, require_memory
 
 # Kimi-K2.5: 61 layers, MLA with a latent of 512 and 64 rotary channels.
-KIMI = SimpleNamespace(
-    text={"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    hidden_size=7168,
-    num_hidden_layers=61,
-)
-SMOL = SimpleNamespace(
-    text={"num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 576},
-    hidden_size=576,
-    num_hidden_layers=30,
-)
+KIMI = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+}
+SMOL = {
+    "num_key_value_heads": 3,
+    "num_attention_heads": 9,
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+}
 
 
 def test_kimi_on_eight_gpus():

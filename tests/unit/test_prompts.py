@@ -5,9 +5,10 @@ import pytest
 import tiny
 from templates import FAMILIES
 
-from bench import BenchError, pick_prompts, tokenised
+from eyrie.bench_prompts import BenchError, Prompts, pick_prompts, trained_on
 from eyrie.chat import Chat
 from eyrie.prompts import read_prompts
+from eyrie.shards import Rows
 from eyrie.sources import DataError
 
 SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}
@@ -60,18 +61,78 @@ def test_the_benchmark_asks_as_the_training_data_do(tmp_path):
         verifier=tmp_path / "verifier",
         trust_remote_code=False,
         prompts=write(tmp_path / "p.jsonl", {"messages": [SYSTEM, USER]}),
+        prompts_name="ours",
+        prompt_file=[],
         num_prompts=1,
+        turns=2,
+        max_model_len=256,
         date="2026-01-01",
         system_turns="merge",
         template_options='{"greeting": "owl"}',
     )
     for rule in ("merge", "drop"):
         args.system_turns = rule
-        (prompt,) = tokenised(args)
+        (prompt,) = Prompts(args, []).sets["ours"]
         chat = Chat(tokenizer, args.date, rule, {"greeting": "owl"})
-        assert prompt["ids"] == chat.prompt([dict(SYSTEM), dict(USER)]).ids
-        text = tokenizer.decode(prompt["ids"])
+        assert prompt["ids"] == [chat.prompt([dict(SYSTEM), dict(USER)]).ids]
+        text = tokenizer.decode(prompt["ids"][0])
         assert text.startswith("owl") and ("be brief" in text) == (rule == "merge")
     args.system_turns = "reject"
     with pytest.raises(BenchError, match=r"p.jsonl: prompt 0: the chat template takes no system"):
-        tokenised(args)
+        Prompts(args, [])
+
+
+def asked(folder, row: dict, **more) -> tuple[Prompts, dict, tiny.PreTrainedTokenizerFast]:
+    """The prompts of a file of one row, and that row's prompt."""
+    folder.mkdir(exist_ok=True)
+    template, control, bos, eos, *_ = FAMILIES["llama3"]
+    tokenizer = tiny.make_tokenizer(template, control, bos, eos)
+    tokenizer.save_pretrained(folder / "verifier")
+    args = SimpleNamespace(
+        verifier=folder / "verifier",
+        trust_remote_code=False,
+        prompts=write(folder / "p.jsonl", row),
+        prompts_name="ours",
+        prompt_file=[],
+        num_prompts=1,
+        turns=2,
+        max_model_len=256,
+        date="2026-01-01",
+        system_turns="merge",
+        template_options="{}",
+    )
+    vars(args).update(more)
+    prompts = Prompts(args, [])
+    (prompt,) = prompts.sets["ours"]
+    return prompts, prompt, tokenizer
+
+
+def test_the_template_is_applied_once_in_every_turn(tmp_path):
+    """One BOS, and the same tokens as the same talk has in the training data."""
+    prompts, prompt, tokenizer = asked(tmp_path, {"turns": ["hi", "more"]})
+    prompts.answered("ours", prompt, [*tokenizer.encode("yes", add_special_tokens=False)])
+    assert [ids.count(tokenizer.bos_token_id) for ids in prompt["ids"]] == [1, 1]
+    talk = [{"role": "user", "content": "hi"}, *MORE]
+    assert prompt["ids"][1] == prompts.chat.prompt([dict(m) for m in talk]).ids
+    # All its turns are asked now.
+    prompts.answered("ours", prompt, [])
+    assert len(prompt["ids"]) == 2
+
+
+def test_a_turn_that_does_not_fit_is_left_out_and_told(tmp_path):
+    row = {"question_id": 81, "turns": ["hi", "more " * 40]}
+    prompts, prompt, _ = asked(tmp_path, row, max_model_len=60)
+    prompts.answered("ours", prompt, [40, 41])
+    assert len(prompt["ids"]) == 1
+    assert prompts.left_out[0].startswith("ours, prompt 81, turn 2: ")
+    with pytest.raises(BenchError, match=r"leaves no room in bench\.max_model_len, 8"):
+        asked(tmp_path / "short", row, max_model_len=8)
+
+
+def test_prompts_in_the_training_data_are_named(tmp_path):
+    prompts, prompt, _ = asked(tmp_path, {"question_id": 81, "turns": ["hi"]})
+    ids = prompt["ids"][0]
+    rows = [Rows.pack([[*ids[:-1], 7, 8]], [[False] * (len(ids) + 1)], [b"a" * 16], {})]
+    assert trained_on(prompts, rows) == []
+    rows.append(Rows.pack([[*ids, 7, 8]], [[False] * (len(ids) + 2)], [b"b" * 16], {}))
+    assert trained_on(prompts, rows) == ["ours, prompt 81"]

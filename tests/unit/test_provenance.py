@@ -1,7 +1,7 @@
 import shutil
 from pathlib import Path
 
-from eyrie.provenance import code_hash
+from eyrie.provenance import code_hash, read_module
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 STAGES = ["fetch", "shard", "extract", "vocab", "train", "check", "bench", "report"]
@@ -13,8 +13,10 @@ def edited(tmp_path, file: str, old: str, new: str) -> set[str]:
     path = tmp_path / "scripts" / file
     text = path.read_text()
     assert old in text
+    read_module.cache_clear()
     before = {s: code_hash(tmp_path / "scripts" / f"{s}.py") for s in STAGES}
     path.write_text(text.replace(old, new, 1))
+    read_module.cache_clear()
     return {s for s in STAGES if code_hash(tmp_path / "scripts" / f"{s}.py") != before[s]}
 
 

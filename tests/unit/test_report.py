@@ -14,6 +14,7 @@ import pytest
 import report
 import table
 from eyrie import page as drawing
+from eyrie.benchmark_page import verdict
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "templates/report.html"
@@ -37,12 +38,47 @@ def method(name: str, tokens_per_s: float, **more) -> dict:
         "identical": 4,
         "load_seconds": 11.0,
         "peak_rss_bytes": 1_500_000_000,
+        "set": "mt-bench",
+        "concurrency": 1,
+        "repeats": 1,
+        "failed": 0,
+        "beyond": 0,
+        "spread": [0.9 * tokens_per_s / 36.3, 1.1 * tokens_per_s / 36.3],
+        "compared": 4,
+        "rounding": 0,
+        "faults": 0,
+        "first_token_seconds": 0.25,
+        "token_seconds": 0.0213,
+        "draft_share": 0.25,
     } | more
 
 
 def made_up() -> dict:
     """The content of every input, by the option that names its file."""
     drafted = {"drafts": 200, "proposed": 600}
+    methods = [
+        method("baseline", 36.3),
+        method(
+            "ngram",
+            38.0,
+            acceptance_length=1.1,
+            acceptance_per_position=[0.06, 0.03, 0.01],
+            accepted=20,
+            **drafted,
+        ),
+        method(
+            "eagle3",
+            46.6,
+            acceptance_length=1.52,
+            acceptance_per_position=[0.36, 0.12, 0.04],
+            accepted=104,
+            **drafted,
+        ),
+    ]
+    at_eight = [
+        method("baseline", 240.0, speedup=1.0, concurrency=8, spread=None),
+        method("eagle3", 300.0, speedup=1.25, concurrency=8, spread=None, acceptance_length=1.5),
+    ]
     return {
         "shards": {
             "read": 1_012,
@@ -86,6 +122,22 @@ def made_up() -> dict:
             "load_seconds": 12.5,
             "engine_seconds": 150.0,
         },
+        "plan": {
+            "run": "1k",
+            "tokens": {"total": 450_000, "source": "plan.prompt_tokens <b>of</b> the config"},
+            "states": {"kept_as": "fp8", "fp8_bytes": 2_000_000_000},
+            "memory": {"device_source": "this machine's memory", "host_bytes": {"extract": 4e9}},
+            "times": [
+                {"part": part, "seconds": seconds, "source": "measured in data 10"}
+                for part, seconds in {
+                    "load": 10.0,
+                    "extract": 120.0,
+                    "train": 100.0,
+                    "bench": 60.0,
+                    "bench loads": 30.0,
+                }.items()
+            ],
+        },
         "vocab": {
             "draft_vocab_size": 8_192,
             "verifier_vocab_size": 49_152,
@@ -121,27 +173,25 @@ def made_up() -> dict:
             "prompt_set": {
                 "name": "mt-bench",
                 "prompts": 4,
+                "turns": 2,
                 "max_new_tokens": 100,
                 "concurrency": 1,
             },
-            "methods": [
-                method("baseline", 36.3),
-                method(
-                    "ngram",
-                    38.0,
-                    acceptance_length=1.1,
-                    acceptance_per_position=[0.06, 0.03, 0.01],
-                    accepted=20,
-                    **drafted,
-                ),
-                method(
-                    "eagle3",
-                    46.6,
-                    acceptance_length=1.52,
-                    acceptance_per_position=[0.36, 0.12, 0.04],
-                    accepted=104,
-                    **drafted,
-                ),
+            "methods": methods,
+            "cells": methods + at_eight,
+            "left_out": {"suffix": "arctic-inference is not installed"},
+            "partings": [],
+            "sampling": [],
+            "profiles": {},
+            "trained_on": [],
+            "prompts_left_out": [],
+            "samples": [
+                {
+                    "prompt": 81,
+                    "category": "writing",
+                    "asked": "Write <b>it</b>",
+                    "pieces": [["Gladly", 0], [" done", 1], ["<i>", 2], [".", 0]],
+                }
             ],
             "held_out": {
                 "prompts": 40,
@@ -159,7 +209,12 @@ def made_up() -> dict:
             "verifier": {"source": "pypi:a-verifier", "files": {"config.json": "c0ffee"}},
             "data": ["fingerprint-0", "fingerprint-1"],
             "rows": {"training": 950, "held_out": 50, "cut": 3, "left_out": 2},
-            "config": {"lr": 0.0001, "layer_ids": [2, 15, 27], "scheduler": "linear"},
+            "config": {
+                "norms": "eagle3.1",
+                "lr": 0.0001,
+                "layer_ids": [2, 15, 27],
+                "scheduler": "linear",
+            },
             "versions": {"torch": "2.13.0", "vllm": "0.32.0"},
             "seconds": 100.0,
             "wall_seconds": 130.0,
@@ -215,21 +270,46 @@ def metrics() -> pd.DataFrame:
     return pd.DataFrame(steps + epochs)
 
 
+def request(method: str, number: int, category: str, new: int, seconds: float, *counts) -> dict:
+    """A row of the benchmark's CSV; counts: drafts, accepted."""
+    drafts, accepted = counts
+    return {
+        "set": "mt-bench",
+        "prompt": number,
+        "turn": 1,
+        "category": category,
+        "method": method,
+        "kind": method,
+        "draft_tokens": 0 if method == "baseline" else 3,
+        "concurrency": 1,
+        "repeat": 0,
+        "group": number,
+        "new_tokens": new,
+        "finish": "length",
+        "beyond": False,
+        "group_seconds": seconds,
+        "drafts": drafts,
+        "proposed": 3 * drafts,
+        "accepted": accepted,
+        **{f"proposed_{k}": drafts for k in (1, 2, 3)},
+        **{f"accepted_{k}": accepted if k == 1 else 0 for k in (1, 2, 3)},
+    }
+
+
 def measurements() -> pd.DataFrame:
     """The baseline writes 30 tokens/s on code and 40 on writing; eagle3 60 and 40."""
     return pd.DataFrame(
         [
-            ["baseline", 0, "code", 100, 3.0, 0, 0],
-            ["baseline", 1, "code", 50, 2.0, 0, 0],
-            ["baseline", 2, "writing", 80, 2.0, 0, 0],
-            ["ngram", 0, "code", 100, 3.0, 90, 9],
-            ["ngram", 1, "code", 50, 2.0, 50, 5],
-            ["ngram", 2, "writing", 80, 2.0, 80, 0],
-            ["eagle3", 0, "code", 100, 1.5, 50, 50],
-            ["eagle3", 1, "code", 50, 1.0, 30, 20],
-            ["eagle3", 2, "writing", 80, 2.0, 64, 16],
-        ],
-        columns=["method", "prompt", "category", "new_tokens", "seconds", "drafts", "accepted"],
+            request("baseline", 0, "code", 100, 3.0, 0, 0),
+            request("baseline", 1, "code", 50, 2.0, 0, 0),
+            request("baseline", 2, "writing", 80, 2.0, 0, 0),
+            request("ngram", 0, "code", 100, 3.0, 90, 9),
+            request("ngram", 1, "code", 50, 2.0, 50, 5),
+            request("ngram", 2, "writing", 80, 2.0, 80, 0),
+            request("eagle3", 0, "code", 100, 1.5, 50, 50),
+            request("eagle3", 1, "code", 50, 1.0, 30, 20),
+            request("eagle3", 2, "writing", 80, 2.0, 64, 16),
+        ]
     )
 
 
@@ -244,7 +324,7 @@ def write_inputs(folder: Path, data: dict, rows: pd.DataFrame) -> list[str]:
     rows.to_csv(folder / "bench_1k.csv", index=False)
     command = [ROOT / "scripts/report.py", "--run", "1k", "--template", TEMPLATE]
     command += ["--checkpoint", checkpoint, "--measurements", folder / "bench_1k.csv"]
-    for name in ("shards", "hidden", "vocab", "check", "bench"):
+    for name in ("shards", "hidden", "plan", "vocab", "check", "bench"):
         (folder / f"{name}.json").write_text(json.dumps(data[name]))
         command += [f"--{name}", folder / f"{name}.json"]
     command += ["--out", folder / "report_1k.html", "--identities"]
@@ -327,9 +407,9 @@ def test_every_element_is_closed(page):
 @pytest.mark.parametrize(
     "row",
     [
-        ["baseline", "–", "–", "36.3", "1.00×", "–"],
-        ["ngram", "3", "1.10", "38.0", "1.05×", "all 4"],
-        ["eagle3", "3", "1.52", "46.6", "1.28×", "all 4"],
+        ["baseline", "–", "–", "36.3", "1.00×", "–", "–"],
+        ["ngram", "3", "1.10", "38.0", "1.05×", "0.94 to 1.15", "all 4"],
+        ["eagle3", "3", "1.52", "46.6", "1.28×", "1.16 to 1.41", "all 4"],
         ["code", "2", "30.0", "1.10", "1.00×", "1.88", "2.00×"],
         ["writing", "1", "40.0", "1.00", "1.00×", "1.25", "1.00×"],
         ["0", "7.125", "31.0%", "15.0%", "6.2%", "1.52"],
@@ -347,6 +427,11 @@ def test_every_element_is_closed(page):
         # Its two names are one file.
         ["train", "2 min 10 s", "2.0 GB", "5.0 kB", "1 min 40 s in training steps"],
         ["all", "6 min 34 s", "", "", ""],
+        ["tokens", "450,000", "503,000", "1.12", "plan.prompt_tokens <b>of</b> the config"],
+        ["states", "2.0 GB", "2.3 GB", "1.16", "plan.prompt_tokens <b>of</b> the config"],
+        ["memory of extract", "4.0 GB", "3.4 GB", "0.85", "the config"],
+        ["load", "10.0 s", "12.5 s", "1.25", "measured in data 10"],
+        ["bench loads", "30.0 s", "33.0 s", "1.10", "measured in data 10"],
         ["config.json", "c0ffee"],
         ["prompts", "hf:a/b", "cab1e"],
         ["layer_ids", "[2, 15, 27]"],
@@ -356,7 +441,12 @@ def test_every_element_is_closed(page):
     ids=lambda row: row[0],
 )
 def test_shows_the_figures_of_its_inputs(page, row):
-    assert page.row(row[0]) == row
+    assert row in page.rows
+
+
+def test_states_that_were_there_already_are_not_compared(page):
+    """One of the four shards was in the store, so the engine did not do all that was planned."""
+    assert ["extract", "2 min 00 s", "–", "–", "measured in data 10"] in page.rows
 
 
 def test_says_what_became_of_every_row(page):
@@ -378,6 +468,8 @@ def test_rows_neither_cut_nor_left_out_are_not_told(tmp_path):
 def test_training_and_serving_agree(page):
     assert "40 held-out prompts were served, with 1,234 drafts." in page.text
     assert ["served", "40.0%", "14.0%", "3.2%", "1.57"] in page.rows
+    assert ["gap", "-1.0%", "-1.0%", "-3.0%", "-0.05"] in page.rows
+    assert "trained on 406,000 supervised tokens" in page.text
     assert "disagree" not in page.text
 
 
@@ -385,7 +477,8 @@ def test_training_and_serving_disagree(tmp_path):
     data = made_up()
     data["bench"]["held_out"]["acceptance_length"] = 1.52
     text = write_report(tmp_path, data, measurements())
-    assert '<p class="note">Training and serving disagree' in text
+    assert '<p class="note">Training and serving disagree:' in text
+    assert '<tr class="bad"><th>gap</th>' in text
     assert (
         "length of 1.62 was estimated and 1.52 was served. Look at the layer ids" in Page(text).text
     )
@@ -395,7 +488,7 @@ def test_nothing_was_served_of_the_held_out_rows(tmp_path):
     data = made_up()
     data["bench"]["held_out"] = None
     page = Page(write_report(tmp_path, data, measurements()))
-    assert "Estimated and served" not in page.text
+    assert "Trained against served" not in page.text
 
 
 def test_says_how_to_serve(page):
@@ -412,8 +505,8 @@ def test_says_how_to_serve(page):
 
 def test_figures_hold_text_and_the_pages_colours(page):
     figures = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(figures) == 6 and all(figure["aria-label"] for figure in figures)
-    assert "eagle3, 3 draft tokens" in page.text
+    assert len(figures) == 7 and all(figure["aria-label"] for figure in figures)
+    assert "requests at once" in page.text
     drawn = " ".join(a["style"] for _, a in page.tags if "style" in a)
     assert "var(--accent)" in drawn
     assert not set(drawing.COLOURS.values()) & set(re.findall("#[0-9a-f]{6}", drawn))
@@ -459,29 +552,107 @@ def test_markup_in_data_is_text(tmp_path):
     assert "Checks of the checkpoint failed" in page.text
 
 
+def opening(*methods: dict, **more) -> dict:
+    """The verdict on a benchmark of these methods."""
+    bench = made_up()["bench"]
+    main = [m for m in methods if m["concurrency"] == 1]
+    return verdict(bench | {"methods": main, "cells": list(methods)} | more)
+
+
 def eagle3(tokens_per_s: float, **more) -> list[dict]:
     return [method("baseline", 36.3), method("eagle3", tokens_per_s, **more)]
 
 
 def test_verdict_says_slower():
-    opening = report.verdict(eagle3(29.8, acceptance_length=1.2))
-    assert opening["sentence"].startswith(
+    said = opening(*eagle3(29.8, acceptance_length=1.2))
+    assert said["sentence"].startswith(
         "Serving is slower with the draft, 0.82 times as fast: 29.8 tokens/s against 36.3"
     )
 
 
 def test_verdict_says_no_faster():
-    assert report.verdict(eagle3(36.2))["sentence"].startswith("Serving is no faster")
+    assert opening(*eagle3(36.2))["sentence"].startswith("Serving is no faster")
 
 
-def test_verdict_says_outputs_differ():
-    notes = report.verdict(eagle3(46.6, identical=3))["notes"]
-    assert notes == ["1 of 4 outputs are not identical to the baseline's."]
+def test_verdict_says_where_it_is_slower():
+    """Faster at one request at a time, slower at twenty: the headline is not the best case only."""
+    busy = [
+        method("baseline", 400.0, speedup=1.0, concurrency=20),
+        method("eagle3", 280.0, speedup=0.7, concurrency=20),
+    ]
+    said = opening(*eagle3(46.6), *busy)
+    assert said["sentence"].startswith("Serving is 1.28 times as fast")
+    assert said["notes"] == ["At concurrency 20 it is slower, 0.70 times as fast."]
+
+
+def test_verdict_tells_rounding_from_faults():
+    notes = opening(*eagle3(46.6, identical=1, rounding=2, faults=1))["notes"]
+    assert notes[0].startswith("1 of 4 outputs part from the baseline's where no rounding explains")
+    assert notes[1].startswith("2 of 4 outputs part from the baseline's where its two likeliest")
 
 
 def test_verdict_says_that_ngram_is_as_fast():
-    notes = report.verdict([*eagle3(46.6), method("ngram", 50.0)])["notes"]
+    notes = opening(*eagle3(46.6), method("ngram", 50.0))["notes"]
     assert notes == ["n-gram drafting, which needs no training, is 1.38 times as fast."]
+
+
+def test_verdict_says_what_is_not_as_it_should_be():
+    differs = {"method": "eagle3", "differs": True, "p": 1e-9}
+    seen = ["mt-bench, prompt 81"]
+    notes = opening(*eagle3(46.6, failed=3, beyond=5), sampling=[differs], trained_on=seen)["notes"]
+    assert "not distributed as the baseline's (p = 1e-09)" in notes[0]
+    assert notes[1] == "3 requests failed; no figure counts them."
+    assert notes[2].startswith("5 requests reach beyond the draft's longest context")
+    assert notes[3] == "The draft was trained on 1 of the prompts: mt-bench, prompt 81."
+
+
+def test_says_slower_in_words_beside_every_such_figure(tmp_path):
+    data = made_up()
+    data["bench"]["cells"][-1] |= {"speedup": 0.7, "tokens_per_s": 168.0}
+    page = Page(write_report(tmp_path, data, measurements()))
+    assert "At concurrency 8 it is slower, 0.70 times as fast." in page.text
+    row = next(r for r in page.rows if r[:3] == ["mt-bench", "8", "eagle3"])
+    assert row[8] == "slower0.70×"
+
+
+def test_shows_where_outputs_part(tmp_path):
+    data = made_up()
+    named = {"set": "mt-bench", "prompt": 81, "turn": 2, "method": "eagle3", "draft_tokens": 3}
+    parting = named | {"concurrency": 1, "at": 6, "baseline_token": 17, "token": None, "gap": 1.5}
+    data["bench"]["partings"] = [parting | {"rounding": False}]
+    page = Page(write_report(tmp_path, data, measurements()))
+    assert "12 outputs were compared token by token at temperature 0: 11 are identical" in page.text
+    assert [
+        "mt-bench",
+        "81",
+        "2",
+        "eagle3",
+        "3",
+        "1",
+        "7",
+        "17",
+        "end",
+        "1.5000",
+        "FAULT",
+    ] in page.rows
+
+
+def test_shows_shares_and_distributions(tmp_path):
+    data = made_up()
+    shares = {"all-reduce": 0.515, "draft": 0.1, "seconds": 2.0, "of": "kernels"}
+    data["bench"]["profiles"] = {"eagle3": shares}
+    test = {"method": "eagle3", "prefixes": 4, "samples": 100, "chi_squared": 3.2, "degrees": 4}
+    data["bench"]["sampling"] = [test | {"p": 0.52, "differs": False}]
+    page = Page(write_report(tmp_path, data, measurements()))
+    assert ["eagle3", "51.5%", "10.0%"] in page.rows
+    assert ["eagle3", "3.20", "4", "0.520", "as the baseline’s"] in page.rows
+
+
+def test_colours_what_was_accepted(page):
+    tinted = [a["style"] for tag, a in page.tags if tag == "i" and "style" in a]
+    assert tinted == ["--position: 1", "--position: 2"]
+    assert "Gladly done<i>." in page.text and "Write <b>it</b>" in page.text
+    assert "suffix was not measured: arctic-inference is not installed." in page.text
 
 
 def test_account_that_does_not_add_up_shows(tmp_path):

@@ -60,7 +60,16 @@ def write_inputs(folder: Path, runs: list[dict]) -> list[str]:
     command = [ROOT / "scripts/sweep.py", "--template", TEMPLATE]
     for name, paths in options.items():
         command += [f"--{name}", *paths]
-    return [str(part) for part in [*command, "--out", folder / "report_sweep.html"]]
+    return [
+        str(part)
+        for part in [
+            *command,
+            "--out",
+            folder / "report_sweep.html",
+            "--summary",
+            folder / "report_sweep.json",
+        ]
+    ]
 
 
 def write_page(folder: Path, *runs: dict) -> str:

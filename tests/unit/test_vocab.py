@@ -178,7 +178,7 @@ def test_the_map_and_what_it_covers(inputs, tmp_path):
     assert len(sides[True]) > 20
     tokenizer = AutoTokenizer.from_pretrained(inputs / "verifier")
     texts = [json.loads(s)["turns"] for s in (inputs / "prompts.jsonl").read_text().splitlines()]
-    asked = [i for (text,) in texts for i in tokenizer(text).input_ids]
+    asked = [i for turns in texts for text in turns for i in tokenizer(text).input_ids]
     for name, ids in (("", sides[False]), ("held_out_", sides[True]), ("prompts_", asked)):
         share = sum(i in kept for i in ids) / len(ids)
         assert summary[f"{name}coverage"] == pytest.approx(share, abs=1e-6), name

@@ -65,13 +65,16 @@ def states_of(verifier: Path, ids: list[list[int]]) -> list[torch.Tensor]:
     return states
 
 
-def write_shard(path: Path, ids, masks, states) -> None:
+def write_shard(path: Path, ids, masks, states, metadata=None, row_ids=None) -> None:
     path.touch()
     starts = [0, *itertools.accumulate(map(len, ids))]
     for start, row in zip(starts, states, strict=False):
         HiddenShardWriter.write_states(path, start, row)
-    row_ids = [random.Random(str(row)).randbytes(16) for row in ids]
-    metadata = {"fingerprint": str(hash(str(ids))), "layer_ids": [1, 2, 3, 4]}
+    if row_ids is None:
+        row_ids = [random.Random(str(row)).randbytes(16) for row in ids]
+    else:
+        row_ids = [row_id.numpy().tobytes() for row_id in row_ids]
+    metadata = metadata or {"fingerprint": str(hash(str(ids))), "layer_ids": [1, 2, 3, 4]}
     rows = Rows.pack(ids, masks, row_ids, metadata)
     HiddenShardWriter.finish(path, rows, (4, states[0].shape[-1]), torch.bfloat16)
 

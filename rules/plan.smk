@@ -1,0 +1,26 @@
+# A second's work, done first, so that a run can be compared with what was expected of it.
+rule plan:
+    input:
+        sizes_from,
+    output:
+        f"{R}/plan_{{run}}.json",
+    log:
+        f"{R}/logs/plan_{{run}}.jsonl",
+    priority: 100
+    conda:
+        ENV
+    resources:
+        runtime=5,
+        mem_mb=SMALL_MB,
+    params:
+        data=data_of,
+        settings=C.model_dump_json(),
+        code=code_hash("plan"),
+    shell:
+        """
+        python "$SCRIPTS/plan.py" \
+            --settings {params.settings:q} \
+            --run {wildcards.run:q} \
+            --json {output:q} \
+            --log {log:q}
+        """
