@@ -12,15 +12,17 @@ include: "rules/common.smk"
 include: "rules/plan.smk"
 include: "rules/fetch.smk"
 include: "rules/shard.smk"
+include: "rules/preflight.smk"
 include: "rules/extract.smk"
 include: "rules/vocab.smk"
 include: "rules/train.smk"
 include: "rules/check.smk"
 include: "rules/bench.smk"
+include: "rules/card.smk"
 include: "rules/report.smk"
 
 
 rule all:
     default_target: True
     input:
-        f"{R}/report_1k.html",
+        REPORT,

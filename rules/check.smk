@@ -12,6 +12,8 @@ rule check:
         runtime=20,
         mem_mb=memory_mb("check"),
     params:
+        layout=of_run("train", "layout"),
+        max_model_len=C.bench.max_model_len,
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         code=code_hash("check"),
     shell:
@@ -19,6 +21,8 @@ rule check:
         python "$SCRIPTS/check.py" {input.checkpoint:q} \
             --verifier {input.verifier:q} \
             {params.trust:q} \
+            --layout {params.layout} \
+            --max-model-len {params.max_model_len} \
             --json {output:q} \
             --log {log:q}
         """

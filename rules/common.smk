@@ -34,6 +34,7 @@ try:
     update_config(config, with_reference(workflow.config_settings.overwrite_config))
     C = load_config(config)
     R = C.results
+    REPORT = f"{R}/report_1k.html"
     VERIFIER = find_verifier(C)
     if VERIFIER:
         for settings in (C, *C.runs.values()):
@@ -56,6 +57,18 @@ shell.prefix(
     f"PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; "
 )
 ENV = "../envs/cuda.yaml" if C.extract.gpus or C.train.gpus else "../envs/cpu.yaml"
+
+# What decides whether extraction has the memory, and how long what is served may be.
+PREFLIGHT_ENGINE = shlex.join(
+    [
+        f"--dtype={C.verifier.dtype}",
+        f"--max-model-len={C.bench.max_model_len}",
+        f"--gpus={C.extract.gpus}",
+        f"--gpu-memory-percent={round(100 * C.extract.gpu_memory_utilization)}",
+        f"--kv-cache-gib={C.extract.kv_cache_gib}",
+        f"--max-num-batched-tokens={C.extract.max_num_batched_tokens}",
+    ]
+)
 
 # A limit set here survives `--resources other=1`, which replaces the profile's: without one,
 # Snakemake ignores the resource and two GPU jobs overlap. To a job that needs more than the limit it
@@ -123,6 +136,22 @@ def shard_names(data):
     return [f"{i:05d}" for i in range(-(-C.data[data].conversations // C.shard.shard_size))]
 
 
+def asked_for(data):
+    """Those runs of a data set that the targets name."""
+    names = set()
+    for target in workflow.dag_settings.targets or [REPORT]:
+        for part in Path(target).parts:
+            _, _, name = part.partition("_")
+            names |= {name, Path(name).stem}
+    names |= set(C.sweep) if "sweep" in names else set()
+    return [run for run in C.runs if run in names and C.runs[run].data == data]
+
+
+def token_shards(data):
+    """The token shards of a data set."""
+    return expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=shard_names(data))
+
+
 def data_of(wildcards):
     """The data set of a run; an error that names the runs there are."""
     if wildcards.run not in C.runs:
@@ -138,9 +167,27 @@ def of_run(block, key):
     return lambda wildcards: getattr(getattr(C.runs[wildcards.run], block), key)
 
 
-def as_json(block, key):
-    """As of_run, of a value that may be null or a mapping."""
-    return lambda wildcards: json.dumps(of_run(block, key)(wildcards), sort_keys=True)
+def draft_shape(run):
+    """The `draft` block of a run as options of scripts."""
+    options = []
+    for key, value in C.runs[run].draft:
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            options += flag(name, value)
+        elif key != "reference":
+            text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+            options += [f"--{name}", text]
+    return options
+
+
+def drafts(runs):
+    """What scripts/preflight.py is told of some runs' drafts."""
+    options = {}
+    for run in runs:
+        size, train = C.runs[run].vocab.draft_vocab_size, C.runs[run].train
+        options[run] = [*draft_shape(run), "--draft-vocab-size", str(size)]
+        options[run] += ["--ttt-steps", str(train.ttt_steps), "--layout", train.layout]
+    return json.dumps(options)
 
 
 def hidden_of(wildcards):

@@ -5,9 +5,10 @@ for data in C.data:
         name:
             f"extract_{data}"
         input:
-            shards=expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=shard_names(data)),
+            shards=token_shards(data),
             verifier=f"{R}/verifier",
             identity=f"{R}/verifier.json",
+            preflights=f"{R}/data/{data}/preflights.json",
         output:
             hidden=expand(f"{R}/data/{data}/hidden/{{shard}}.safetensors", shard=shard_names(data)),
             summary=f"{R}/data/{data}/hidden.json",
@@ -26,8 +27,6 @@ for data in C.data:
             kv_cache_gib=C.extract.kv_cache_gib,
             max_num_seqs=halved(C.extract.max_num_seqs),
             max_num_batched_tokens=halved(C.extract.max_num_batched_tokens),
-            # Only compared with the verifier's, before any work.
-            draft_vocab_size=C.vocab.draft_vocab_size,
         params:
             store=f"{R}/.state/store",
             rates=RATES,
@@ -56,7 +55,6 @@ for data in C.data:
                 --log {log:q} \
                 --rates {params.rates:q} \
                 --layer-ids {params.layer_ids} \
-                --draft-vocab-size {resources.draft_vocab_size} \
                 --states {params.states} \
                 --answers {params.answers} \
                 --max-new-tokens {params.max_new_tokens} \

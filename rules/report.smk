@@ -8,6 +8,8 @@ rule report:
         checkpoint=f"{R}/ckpt_{{run}}",
         check=f"{R}/check_{{run}}.json",
         bench=f"{R}/bench_{{run}}.json",
+        # So that whoever has the report has the card in the checkpoint.
+        card=f"{R}/card_{{run}}.md",
         measurements=f"{R}/bench_{{run}}.csv",
         identities=[
             f"{R}/verifier.json",

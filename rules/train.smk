@@ -5,6 +5,7 @@ rule train:
         verifier=f"{R}/verifier",
         identity=f"{R}/verifier.json",
         init=init_from,
+        preflight=f"{R}/preflight_{{run}}.json",
     output:
         directory(f"{R}/ckpt_{{run}}"),
     log:
@@ -26,20 +27,7 @@ rule train:
         init=lambda wildcards, input: ["--init-from", *input.init] if input.init else [],
         draft_vocab_size=of_run("vocab", "draft_vocab_size"),
         layer_ids=C.extract.layer_ids,
-        num_hidden_layers=of_run("draft", "num_hidden_layers"),
-        num_attention_heads=of_run("draft", "num_attention_heads"),
-        num_key_value_heads=of_run("draft", "num_key_value_heads"),
-        head_dim=of_run("draft", "head_dim"),
-        intermediate_size=of_run("draft", "intermediate_size"),
-        rope_theta=of_run("draft", "rope_theta"),
-        rope_scaling=as_json("draft", "rope_scaling"),
-        max_position_embeddings=of_run("draft", "max_position_embeddings"),
-        rms_norm_eps=of_run("draft", "rms_norm_eps"),
-        sliding_window=as_json("draft", "sliding_window"),
-        norms=of_run("draft", "norms"),
-        norm_before_residual=lambda wildcards: flag(
-            "norm-before-residual", C.runs[wildcards.run].draft.norm_before_residual
-        ),
+        shape=lambda wildcards: draft_shape(wildcards.run),
         dtype=of_run("train", "dtype"),
         held_out=of_run("train", "held_out"),
         epochs=of_run("train", "epochs"),
@@ -57,6 +45,7 @@ rule train:
         seed=of_run("train", "seed"),
         gradient_accumulation=of_run("train", "gradient_accumulation"),
         patience=of_run("train", "patience"),
+        layout=of_run("train", "layout"),
         launch=launch,
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         code=code_hash("train"),
@@ -75,18 +64,7 @@ rule train:
             --log {log:q} \
             --rates {params.rates:q} \
             --layer-ids {params.layer_ids} \
-            --num-hidden-layers {params.num_hidden_layers} \
-            --num-attention-heads {params.num_attention_heads} \
-            --num-key-value-heads {params.num_key_value_heads} \
-            --head-dim {params.head_dim} \
-            --intermediate-size {params.intermediate_size} \
-            --rope-theta {params.rope_theta} \
-            --rope-scaling {params.rope_scaling:q} \
-            --max-position-embeddings {params.max_position_embeddings} \
-            --rms-norm-eps {params.rms_norm_eps} \
-            --sliding-window {params.sliding_window} \
-            --norms {params.norms} \
-            {params.norm_before_residual} \
+            {params.shape:q} \
             --dtype {params.dtype} \
             --held-out {params.held_out} \
             --epochs {params.epochs} \
@@ -105,6 +83,7 @@ rule train:
             --gpus {resources.gpu} \
             --gradient-accumulation {params.gradient_accumulation} \
             --patience {params.patience} \
+            --layout {params.layout} \
             --checkpoint-every {resources.checkpoint_every} \
             --keep {resources.keep} \
             --tensorboard {params.tensorboard:q}

@@ -19,8 +19,8 @@ import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 
-from check import check_folder
 from eyrie.chat import PROBE, Chat, load_tokenizer
+from eyrie.checks import check_folder
 from eyrie.conversations import Reject
 from eyrie.draft import DraftShape, flat_config
 from eyrie.files import sha256_file, write_json
@@ -286,7 +286,7 @@ def look_at_files(known: Known, verifier: VerifierConfig, verifier_dir: Path) ->
             for name in ("config.json", "model.safetensors")
             if sha256_file(known.folder / name) != known.manifest["files"].get(inner + name)
         ]
-    failed = [c for c in check_folder(known.folder, verifier, verifier_dir) if not c["ok"]]
+    failed = [c for c in check_folder(known.folder, verifier.text, verifier_dir) if not c["ok"]]
     parts = [f"{name} is not as training wrote it" for name in changed]
     parts += [f"{c['check']}: found {c['found']}, expected {c['expected']}" for c in failed]
     return finding(

@@ -42,10 +42,9 @@ from eyrie.shards import (
 from eyrie.teacher import SAMPLE, Teacher
 from eyrie.verifier import (
     VerifierConfig,
-    draft_size,
     extraction_ids,
     load_verifier_config,
-    read_text_config,
+    text_sizes,
     weight_bytes,
 )
 
@@ -557,7 +556,6 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--draft-vocab-size", default="full", help="of drafts to be trained")
     parser.add_argument("--states", choices=["bf16", "fp8"], default="bf16", help="on disk")
     engine.add_arguments(parser)
     args = parser.parse_args()
@@ -566,12 +564,8 @@ def main() -> None:
 
     started = time.time()
     try:
-        text = read_text_config(args.verifier)
-        if not {"num_hidden_layers", "vocab_size"} <= text.keys():
-            text = load_verifier_config(args.verifier, args.trust_remote_code).text
+        text = text_sizes(args.verifier, args.trust_remote_code)
         args.layer_ids = extraction_ids(args.layer_ids, text["num_hidden_layers"])
-        # Told now, not after hours of extraction.
-        draft_size(args.draft_vocab_size, text["vocab_size"])
         # The folder's own record of how long it took to fetch decides no number.
         verifier = json.loads(args.identity.read_text())
         identity = json.dumps([verifier["source"], verifier["files"]])

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import yaml
 
-from eyrie.config import ROPE_TYPES, ConfigError
+from eyrie.config import ConfigError
 from eyrie.files import atomic
 from eyrie.memory import GIB, extraction_memory, row_fault
 from eyrie.plan import VerifierSizes, make_plan, read_verifier
 from eyrie.rates import gpus_here
-from eyrie.reference import layer_fields
+from eyrie.reference import ROPE_TYPES, layer_fields
 from plan import read_config, summary
 
 MAX_LENGTH, MAX_NEW_TOKENS = 2048, 512

@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -22,8 +22,8 @@ import torch
 from speculators.train.trainer import TrainerConfig
 
 from eyrie.batches import HiddenRows, make_loader
+from eyrie.checkpoint import WEIGHTS, read_config
 from eyrie.draft import (
-    DraftShape,
     build_model,
     differences,
     flat_config,
@@ -34,25 +34,15 @@ from eyrie.engine import resolve_dtype
 from eyrie.files import link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.hidden import HiddenStates, split
+from eyrie.layouts import hub_name, write_layout
 from eyrie.provenance import peak_rss_bytes, versions
 from eyrie.rates import passes, record_rate
+from eyrie.shape import DraftShape, add_shape_arguments, shape_of
 from eyrie.shards import ShardError
 from eyrie.trainer import DraftTrainer, Interrupted, join_processes
-from eyrie.verifier import draft_size, load_verifier_config
+from eyrie.verifier import draft_size, load_tensor, load_verifier_config
 from eyrie.vocab import load_map, made_of
 from eyrie.warm_start import content, warm_start
-
-
-def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    for field in fields(DraftShape):
-        option = "--" + field.name.replace("_", "-")
-        if field.type is bool:
-            parser.add_argument(option, action="store_true")
-        elif field.default is None:
-            parser.add_argument(option, type=json.loads, help="JSON, null by default")
-        else:
-            choices = ["eagle3", "eagle3.1"] if field.name == "norms" else None
-            parser.add_argument(option, type=field.type, choices=choices, required=True)
 
 
 def digest(args, shape: DraftShape, states: HiddenStates, ranks: int) -> str:
@@ -97,11 +87,17 @@ def publish(args, state: Path, history: list[dict], manifest: dict) -> dict:
     best = max(epochs, key=lambda row: row["acceptance_length"])["epoch"]
     partial = args.out.with_name(args.out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    for folder, epoch in [(partial, best)] + [
-        (partial / str(r["epoch"]), r["epoch"]) for r in epochs
-    ]:
-        for name in ("config.json", "model.safetensors"):
-            link_or_copy(state / "epochs" / str(epoch) / name, folder / name)
+    verifier = hub_name(manifest["verifier"]["source"])
+
+    def embeddings() -> torch.Tensor:
+        return load_tensor(args.verifier, "embed_tokens.weight")
+
+    for epoch in (row["epoch"] for row in epochs):
+        source, folder = state / "epochs" / str(epoch), partial / str(epoch)
+        config = read_config(source)
+        write_layout(source, folder, args.layout, config, args.ttt_steps, verifier, embeddings)
+    for name in ("config.json", WEIGHTS):
+        link_or_copy(partial / str(best) / name, partial / name)
     pd.DataFrame(history).to_parquet(partial / "metrics.parquet")
     files = sorted(p for p in partial.rglob("*") if p.is_file())
     manifest |= {
@@ -145,6 +141,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=0, help="more than one: start by torchrun")
     parser.add_argument("--gradient-accumulation", type=int, default=1, help="batches a step")
     parser.add_argument("--patience", type=int, default=0, help="epochs; 0 trains them all")
+    parser.add_argument("--layout", choices=["flat", "sglang", "speculators"], default="flat")
     parser.add_argument("--checkpoint-every", type=int, required=True, help="steps")
     parser.add_argument("--keep", type=int, default=2, help="of the states saved")
     parser.add_argument("--log", type=Path, help="gets a JSON line an epoch")
@@ -178,7 +175,7 @@ def train(args) -> None:
             f"--gpus {args.gpus}, and {ranks} processes: start it by python -m "
             f"torch.distributed.run --standalone --nproc-per-node {args.gpus}"
         )
-    shape = DraftShape(**{f.name: getattr(args, f.name) for f in fields(DraftShape)})
+    shape = shape_of(args)
     verifier = load_verifier_config(args.verifier, args.trust_remote_code)
     states = HiddenStates(args.hidden)
     states.require_layers(verifier.extraction_ids(args.layer_ids))

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
 
-from eyrie.chat import Chat, load_tokenizer
+from eyrie.chat import load_tokenizer
 from eyrie.files import log_line, write_json
 from eyrie.hidden import split
 from eyrie.prompts import read_prompts
@@ -19,24 +18,7 @@ from eyrie.provenance import peak_rss_bytes
 from eyrie.shards import Rows, ShardError, read_rows
 from eyrie.sources import DataError
 from eyrie.verifier import draft_size, load_verifier_config
-from eyrie.vocab import made_of, save_map
-
-
-def pinned(tokenizer, eos_token_ids: list[int], vocab_size: int) -> list[int]:
-    """The tokens that are always in, ascending: special ones, those that end a turn or a text, and
-    those of single bytes, of which any text can be made.
-
-    Byte tokens are SentencePiece's <0x00> to <0xFF>, or the characters that byte-level BPE writes
-    bytes as, as far as the tokenizer has them.
-    """
-    vocabulary = tokenizer.get_vocab()
-    alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
-    if alphabet[0] not in vocabulary:
-        alphabet = ByteLevel.alphabet()
-    single = [vocabulary[token] for token in alphabet if token in vocabulary]
-    # Some tokenizers have tokens for which the model has no row.
-    ids = {*Chat(tokenizer).special, *eos_token_ids, *single}
-    return sorted(i for i in ids if i < vocab_size)
+from eyrie.vocab import made_of, pinned, require_room, save_map
 
 
 def choose(
@@ -50,11 +32,7 @@ def choose(
     Raises:
         ValueError: there is no room for `always`.
     """
-    if size < len(always):
-        raise ValueError(
-            f"vocab.draft_vocab_size: {size:,} leaves no room for the {len(always):,} special, "
-            "end-of-turn and byte tokens that are always in; raise it"
-        )
+    require_room(size, always)
     rank = 2 * counts + real
     rank[always] = rank.max() + 1
     order = torch.argsort(rank, descending=True, stable=True)

@@ -16,21 +16,9 @@ from pydantic import (
     WrapValidator,
 )
 
-from eyrie.reference import draft_fields
+from eyrie.reference import draft_fields, rope_problems
 
 ROOT = Path(__file__).parents[2]
-# What training and vLLM compute alike, and the keys that each needs beside rope_type. Others
-# depend on the length of what is served.
-ROPE_TYPES = {
-    "linear": {"factor"},
-    "yarn": {"factor", "original_max_position_embeddings"},
-    "llama3": {
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-    },
-}
 
 
 def from_command_line(value):
@@ -166,6 +154,7 @@ class Train(Block):
     seed: Count
     gradient_accumulation: Positive
     patience: Count
+    layout: Literal["flat", "sglang", "speculators"]
     checkpoint_every: Positive
     keep: Positive
     runtime: Positive
@@ -215,6 +204,13 @@ class Plan(Block):
     rates: Rates
 
 
+class Card(Block):
+    license: str | None
+    license_name: str | None
+    license_link: str | None
+    base_model: str | None
+
+
 class Run(Block):
     """Its blocks are the config's own with what the run says over them."""
 
@@ -243,6 +239,7 @@ class Config(Block):
     train: Train
     bench: Bench
     plan: Plan
+    card: Card
     runs: dict[str, Run]
     sweep: list[str]
 
@@ -316,14 +313,7 @@ def _shape_problems(draft: Draft) -> list[str]:
             f"num_attention_heads: {draft.num_attention_heads} is no multiple of "
             f"num_key_value_heads, {draft.num_key_value_heads}"
         )
-    scaling = draft.rope_scaling or {}
-    kind = scaling.get("rope_type")
-    if scaling and kind not in ROPE_TYPES:
-        problems.append(
-            f"rope_scaling: its rope_type must be one of {', '.join(ROPE_TYPES)}, found {kind!r}"
-        )
-    if missing := ROPE_TYPES.get(kind, set()) - scaling.keys():
-        problems.append(f"rope_scaling: {kind} needs {', '.join(sorted(missing))}, too")
+    problems += [f"rope_scaling: {problem}" for problem in rope_problems(draft.rope_scaling)]
     return problems
 
 

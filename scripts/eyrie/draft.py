@@ -1,40 +1,20 @@
 """The draft: its config, its speculators model, and the flat checkpoint that vLLM loads."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from eyrie.checkpoint import ARCHITECTURE, WEIGHTS, flat_name, layer_id_fields
 from eyrie.files import atomic, write_json
 from eyrie.reference import layer_fields
+from eyrie.shape import DraftShape
+from eyrie.shards import SAFETENSORS_DTYPES
 from eyrie.verifier import VerifierConfig, load_head, load_tensor
 
 # Frozen copies of the verifier's own tensors in a speculators draft; build_model makes them.
 FROZEN = ("embed_tokens.", "lm_head.", "verifier_")
-
-
-@dataclass
-class DraftShape:
-    """Every choice that the draft's architecture leaves open, as the config names them."""
-
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    rope_theta: float
-    max_position_embeddings: int
-    rms_norm_eps: float
-    norms: str  # eagle3, or eagle3.1: normed before fc, and passed on normed
-    norm_before_residual: bool
-    rope_scaling: dict | None = None
-    sliding_window: int | None = None  # tokens that each layer looks back, itself included
-
-    @property
-    def normed(self) -> bool:
-        return self.norms == "eagle3.1"
 
 
 def differences(shape: DraftShape, verifier: VerifierConfig) -> list[str]:
@@ -107,13 +87,9 @@ def layer_config(shape: DraftShape, verifier: VerifierConfig) -> dict:
 def flat_config(
     shape: DraftShape, verifier: VerifierConfig, layer_ids: list[int], draft_vocab_size: int
 ) -> dict:
-    """config.json of the flat checkpoint.
-
-    vLLM's two model runners read the aux layer ids from different places, and the loader counts
-    them in a third: all are written. A norm flag left out would silently drop its weights.
-    """
+    """config.json of the flat checkpoint. A norm flag left out would silently drop its weights."""
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [ARCHITECTURE],
         **layer_config(shape, verifier),
         "dtype": "bfloat16",
         "draft_vocab_size": draft_vocab_size,
@@ -122,74 +98,36 @@ def flat_config(
         "norm_before_fc": shape.normed,
         "fc_norm": False,
         "norm_output": shape.normed,
-        "num_aux_hidden_states": len(layer_ids),
-        "eagle_aux_hidden_state_layer_ids": layer_ids,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": layer_ids,
-            "layer_ids": layer_ids,
-            "use_aux_hidden_state": True,
-            "norm_before_fc": shape.normed,
-        },
+        **layer_id_fields(layer_ids, shape.normed),
     }
 
 
-def expected_tensors(config: dict) -> dict[str, tuple[str, list[int]]]:
-    """Name -> (safetensors dtype, shape) of every tensor of a flat checkpoint, from its config."""
-    hidden, draft_vocab = config["hidden_size"], config["draft_vocab_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    middle = config["intermediate_size"]
-    aux = config["num_aux_hidden_states"] * config["target_hidden_size"]
-    tensors = {
-        "fc.weight": [hidden, aux],
-        "norm.weight": [hidden],
-        "lm_head.weight": [draft_vocab, hidden],
+def flat_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A speculators Eagle3DraftModel's weights in bf16 under the flat checkpoint's names, without
+    the verifier's own, which vLLM and SGLang share. They are where the model is, on meta too."""
+    return {
+        flat_name(name): t.to(torch.bfloat16) if t.is_floating_point() else t
+        for name, t in model.state_dict().items()
+        if not name.startswith(("embed_tokens.", "verifier_"))
     }
-    if config["norm_before_fc"]:
-        tensors["input_norm.weight"] = [aux]
-    for layer in range(config["num_hidden_layers"]):
-        prefix, width = ("midlayer", 2 * hidden) if layer == 0 else (f"layers.{layer}", hidden)
-        tensors |= {
-            f"{prefix}.input_layernorm.weight": [hidden],
-            f"{prefix}.post_attention_layernorm.weight": [hidden],
-            f"{prefix}.self_attn.q_proj.weight": [queries, width],
-            f"{prefix}.self_attn.k_proj.weight": [keys, width],
-            f"{prefix}.self_attn.v_proj.weight": [keys, width],
-            f"{prefix}.self_attn.o_proj.weight": [hidden, queries],
-            f"{prefix}.mlp.gate_proj.weight": [middle, hidden],
-            f"{prefix}.mlp.up_proj.weight": [middle, hidden],
-            f"{prefix}.mlp.down_proj.weight": [hidden, middle],
-        }
-        if layer == 0:
-            tensors[f"{prefix}.hidden_norm.weight"] = [hidden]
-    typed = {name: ("BF16", shape) for name, shape in tensors.items()}
-    if draft_vocab != config["vocab_size"]:
-        typed |= {"d2t": ("I64", [draft_vocab]), "t2d": ("BOOL", [config["vocab_size"]])}
-    return typed
 
 
-def flat_name(name: str) -> str | None:
-    """What a speculators draft's weight is called in a flat checkpoint; None of the verifier's
-    own, which vLLM and SGLang share."""
-    if name.startswith(("embed_tokens.", "verifier_")):
-        return None
-    return name.replace("layers.0.", "midlayer.")
+def flat_header(model: torch.nn.Module) -> dict[str, tuple[str, list[int]]]:
+    """What `read_header` would read of the flat checkpoint of a model, of one on meta too."""
+    return {
+        name: (SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape))
+        for name, tensor in flat_state(model).items()
+    }
 
 
 def flat_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A speculators Eagle3DraftModel's weights in bf16 under the flat checkpoint's names."""
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if flat_name(name):
-            if tensor.is_floating_point():
-                tensor = tensor.to(torch.bfloat16)
-            tensors[flat_name(name)] = tensor.detach().cpu().contiguous()
-    return tensors
+    """As `flat_state`, to be written."""
+    return {name: t.detach().cpu().contiguous() for name, t in flat_state(model).items()}
 
 
 def write_flat(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic(folder / "model.safetensors") as partial:
+    with atomic(folder / WEIGHTS) as partial:
         save_file(tensors, partial, {"format": "pt"})
     write_json(folder / "config.json", config)
 

@@ -14,12 +14,11 @@ QUEUE_BYTES = 1 << 28
 PRELOAD = ["vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_model_runner"]
 
 
-def prepare(gpus: int, in_process: bool) -> None:
+def set_environment(gpus: int, in_process: bool) -> None:
     """Set what vLLM reads from the environment; call it before vllm is imported.
 
     in_process: the engine runs in this process, which starts sooner, ends with it, and outlives
-    an out-of-memory error. On a CPU it always does, and the process is started again with Intel's
-    OpenMP preloaded, as vLLM asks for: speculative decoding is slow with the compiler's own.
+    an out-of-memory error. On a CPU it always does.
     """
     # vLLM warns of what every engine here chooses on purpose; its errors are told.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -40,6 +39,15 @@ def prepare(gpus: int, in_process: bool) -> None:
     # vLLM's MLA on a CPU takes blocks of 16 and a draft's attention blocks of 32, so neither would
     # serve with the other. Without MLA the same weights run as plain attention.
     os.environ.setdefault("VLLM_MLA_DISABLE", "1")
+
+
+def prepare(gpus: int, in_process: bool) -> None:
+    """As `set_environment`, for a process that is to run an engine. On a CPU it is started again
+    with Intel's OpenMP preloaded, as vLLM asks for: speculative decoding is slow with the
+    compiler's own."""
+    set_environment(gpus, in_process)
+    if gpus:
+        return
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     # LD_PRELOAD is split at blanks and colons, so it cannot name a path that holds one.
     nameable = openmp.exists() and not set(" :") & set(str(openmp))

@@ -8,8 +8,31 @@ from pathlib import Path
 
 # What every draft here has. A reference with anything else is another model.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "fc_norm": False}
+# What training and vLLM compute alike, and the keys that each needs beside rope_type. Others
+# depend on the length of what is served.
+ROPE_TYPES = {
+    "linear": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings"},
+    "llama3": {
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    },
+}
 # Fields that may be null.
 OPTIONAL = ("rope_scaling", "sliding_window")
+
+
+def rope_problems(scaling) -> list[str]:
+    """What is wrong with a rope_scaling, a line each."""
+    if not scaling:
+        return []
+    kind = scaling.get("rope_type") if isinstance(scaling, dict) else scaling
+    if kind not in ROPE_TYPES:
+        return [f"its rope_type must be one of {', '.join(ROPE_TYPES)}, found {kind!r}"]
+    missing = ROPE_TYPES[kind] - scaling.keys()
+    return [f"{kind} needs {', '.join(sorted(missing))}, too"] if missing else []
 
 
 def layer_fields(config: dict) -> dict:

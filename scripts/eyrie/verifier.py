@@ -7,6 +7,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from eyrie.checkpoint import read_header
+
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
 # Text models whose final norm multiplies by 1 + w. Training and `Teacher` multiply by w.
@@ -91,6 +93,14 @@ def written_text_config(*folders: Path) -> dict:
     """As `read_text_config`, of the first folder that holds a config.json; {} if none does."""
     found = [folder for folder in folders if (folder / "config.json").exists()]
     return read_text_config(found[0]) if found else {}
+
+
+def text_sizes(folder: Path, trust_remote_code: bool = False) -> dict:
+    """The text model's config as it is written, or as transformers reads it where that leaves a
+    size to a default."""
+    text = read_text_config(folder)
+    sizes = {"hidden_size", "num_hidden_layers", "vocab_size"}
+    return text if sizes <= text.keys() else load_verifier_config(folder, trust_remote_code).text
 
 
 def text_config(config: dict) -> dict:
@@ -194,12 +204,16 @@ def find_tensor(folder: Path, suffix: str) -> tuple[Path, str] | None:
     else:
         names = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                names |= dict.fromkeys(file.keys(), path.name)
+            names |= dict.fromkeys(read_header(path), path.name)
     found = [n for n in names if n == suffix or n.endswith("." + suffix)]
     if len(found) > 1:
         raise ValueError(f"{folder}: several tensors end in {suffix}: {found}")
     return (folder / names[found[0]], found[0]) if found else None
+
+
+def tensor_shape(path: Path, name: str) -> list[int]:
+    """Of a tensor that `find_tensor` found."""
+    return read_header(path)[name][1]
 
 
 def load_tensor(folder: Path, suffix: str):

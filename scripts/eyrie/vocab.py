@@ -36,6 +36,36 @@ def map_fault(d2t: torch.Tensor, t2d: torch.Tensor, size: int, vocab_size: int) 
     return None
 
 
+def pinned(tokenizer, eos_token_ids: list[int], vocab_size: int) -> list[int]:
+    """The tokens that are always in, ascending: special ones, those that end a turn or a text, and
+    those of single bytes, of which any text can be made.
+
+    Byte tokens are SentencePiece's <0x00> to <0xFF>, or the characters that byte-level BPE writes
+    bytes as, as far as the tokenizer has them.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    from eyrie.chat import Chat
+
+    vocabulary = tokenizer.get_vocab()
+    alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+    if alphabet[0] not in vocabulary:
+        alphabet = ByteLevel.alphabet()
+    single = [vocabulary[token] for token in alphabet if token in vocabulary]
+    # Some tokenizers have tokens for which the model has no row.
+    ids = {*Chat(tokenizer).special, *eos_token_ids, *single}
+    return sorted(i for i in ids if i < vocab_size)
+
+
+def require_room(size: int, always: list[int]) -> None:
+    """Raise ValueError where a draft's vocabulary is too small for the tokens of `pinned`."""
+    if size < len(always):
+        raise ValueError(
+            f"vocab.draft_vocab_size: {size:,} leaves no room for the {len(always):,} special, "
+            "end-of-turn and byte tokens that are always in; raise it"
+        )
+
+
 def made_of(identity: dict, rows: list[Rows], held_out: float, size: int) -> dict:
     """What decides a map. identity: the verifier's; rows: of the hidden shards."""
 
