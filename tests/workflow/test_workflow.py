@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import tiny
 import torch
+import yaml
 from forking import run_to_end, start
 from safetensors.torch import load_file
 from speculators.losses import resolve_loss_config
@@ -190,6 +191,20 @@ def test_the_checkpoint_is_whole(job):
     assert json.loads((job / "results/tiny/check_tiny.json").read_text())["ok"]
 
 
+def test_the_checkpoint_has_a_card_without_a_path_of_this_machine(job):
+    folder = job / "results/tiny/ckpt_tiny"
+    text = (folder / "README.md").read_text()
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["tags"] == ["eagle3", "speculative-decoding"] and "license" not in head
+    bench = json.loads((job / "results/tiny/bench_tiny.json").read_text())
+    (draft,) = [m for m in bench["methods"] if m["method"] == "eagle3"]
+    assert f"| eagle3 | 3 | {draft['acceptance_length']:.2f} |" in text
+    # Ids that begin with 1 are others to SGLang.
+    assert "vllm serve VERIFIER" in text and "SGLang does not serve it: it would take" in text
+    for file in (folder / "README.md", folder / "config.json"):
+        assert str(job) not in file.read_text() and "inputs/verifier" not in file.read_text()
+
+
 def test_drafting_changes_no_output(job):
     """At any setting, at temperature 0."""
     bench = json.loads((job / "results/tiny/bench_tiny.json").read_text())
@@ -352,11 +367,11 @@ def test_an_edit_reruns_what_uses_it(job, tmp_path):
     shutil.copy(ROOT / "templates/report.html", template)
     bench = repo / "scripts/bench.py"
     bench.write_text(bench.read_text().replace("SAMPLES = 4", "SAMPLES = 3"))
-    assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == {"bench", "report"}
+    assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == {"bench", "card", "report"}
     # A plan is made anew for any setting, and makes no other report.
     memory = "extract={max_num_seqs: 4}"
     assert jobs_of(snakemake(job, "-n", REPORT, "--config", memory)) == {"plan"}
-    trained = {"plan", "train", "check", "bench", "report"}
+    trained = {"plan", "train", "check", "bench", "card", "report"}
     shape = str(repo / "configs/reference/kimi_k2_eagle3.json")
     for change, jobs in {
         "train={lr: 0.5}": trained,
@@ -366,8 +381,8 @@ def test_an_edit_reruns_what_uses_it(job, tmp_path):
         "vocab={draft_vocab_size: 300}": {"preflight", "vocab", *trained},
         "vocab={draft_vocab_size: full}": {"preflight", "vocab", *trained},
         # Another run on the same states is none of this one's concern.
-        "runs={tiny: {data: tiny}, other: {data: tiny, train: {lr: 1}}}": set(),
-        "bench={max_model_len: 120}": {"check", "bench", "report"},
+        "runs={tiny: {data: tiny}, other: {data: tiny, train: {lr: 1}}}": {"plan"},
+        "bench={max_model_len: 120}": {"plan", "check", "bench", "card", "report"},
         "extract={layer_ids: [1, 2]}": {
             "preflight",
             "preflights",
@@ -589,13 +604,21 @@ def test_what_is_accepted_is_what_the_trained_model_drafts(job, tmp_path):
                 place += count + 1
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     (tmp_path / "serve.py").write_text(SERVE)
-    options = {"verifier": tree / "verifier", "checkpoint": tmp_path / "ckpt/59"}
-    options |= {"prompts": tmp_path / "prompts.json", "out": tmp_path / "served.json"}
-    options |= {"dtype": "float32", "max-model-len": 128, "max-num-seqs": 8}
-    command = [part for name, value in options.items() for part in ("--" + name, str(value))]
-    code, output = run_to_end([str(tmp_path / "serve.py"), *command], tmp_path / "serving")
+    flat, nested = tmp_path / "ckpt/59", tmp_path / "nested"
+    command = [SCRIPTS / "flatten.py", flat, "--verifier", tree / "verifier", "--out", nested]
+    code, output = run_to_end([*map(str, command), "--to", "speculators"], tmp_path / "flatten")
     assert code == 0, output
-    served = json.loads((tmp_path / "served.json").read_text())
+    options = {"verifier": tree / "verifier", "prompts": tmp_path / "prompts.json"}
+    options |= {"dtype": "float32", "max-model-len": 128, "max-num-seqs": 8}
+    found = []
+    for checkpoint in (flat, nested):
+        options |= {"checkpoint": checkpoint, "out": tmp_path / "served.json"}
+        command = [part for name, value in options.items() for part in ("--" + name, str(value))]
+        code, output = run_to_end([str(tmp_path / "serve.py"), *command], tmp_path / "serving")
+        assert code == 0, output
+        found.append(json.loads((tmp_path / "served.json").read_text()))
+    served, of_nested = found
+    assert served == of_nested
     assert accepted[0] > 0.3 * drafts
     # But for tokens that two logits are nearly level on.
     assert served == pytest.approx([drafts, *accepted], abs=3)
