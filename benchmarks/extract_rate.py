@@ -91,7 +91,7 @@ def main() -> None:
     rows = read_rows(args.shards)
     ids = [rows.row(i).tolist() for i in range(min(args.rows, len(rows)))]
     if args.only:
-        engine.prepare(args.gpus, args.kv_cache_gib, in_process=True)
+        engine.prepare(args.gpus, in_process=True)
     args.dtype = engine.resolve_dtype(args.dtype)
     if args.only == "transformers":
         with_transformers(args, ids)

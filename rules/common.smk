@@ -18,6 +18,7 @@ from snakemake.utils import update_config
 from eyrie import provenance
 from eyrie.config import ConfigError, load_config, with_reference
 from eyrie.files import sha256_file
+from eyrie.jobs import runs_here
 from eyrie.plan import (
     find_verifier,
     host_bytes,
@@ -42,10 +43,16 @@ except (ConfigError, ValueError) as error:
     raise WorkflowError(str(error)) from None
 
 # Rules run `python "$SCRIPTS/stage.py"`: this interpreter, and this checkout wherever it lies. In
-# params these paths would rerun everything once the checkout has moved. speculators tells by
-# loguru of each weight it looks for. Huge pages make a CPU's products 5 to 8% faster.
+# params these paths would rerun everything once the checkout has moved. Beside each job runs what
+# ends its processes with it and with Snakemake. speculators tells by loguru of each weight it looks
+# for. Huge pages make a CPU's products 5 to 8% faster.
+KILLED = (
+    "killed by signal 9, most often for want of memory: lower extract.max_num_seqs or kv_cache_gib"
+)
 shell.prefix(
-    f"export SCRIPTS={shlex.quote(str(SCRIPTS))} LOGURU_LEVEL=ERROR "
+    f"trap '[ $? != 137 ] || echo {KILLED} >&2' EXIT; "
+    f"{shlex.quote(sys.executable)} -SE {shlex.quote(str(SCRIPTS / 'eyrie/jobs.py'))} $$ $PPID & "
+    f"export SCRIPTS={shlex.quote(str(SCRIPTS))} EYRIE_JOB=$$:$PPID LOGURU_LEVEL=ERROR "
     "GLIBC_TUNABLES=${{GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}} "
     f"PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; "
 )
@@ -63,12 +70,27 @@ PREFLIGHT_ENGINE = shlex.join(
     ]
 )
 
-# A limit set here survives `--resources other=1`, which replaces a profile's limits: without
-# one, Snakemake ignores the resource and two GPU jobs overlap. A cluster has its own queue.
-if "gpu" not in workflow.global_resources and not workflow.remote_exec:
-    workflow.global_resources["gpu"] = Resource(
-        "gpu",
-        max(C.extract.gpus, 1, *(g for r in C.runs.values() for g in (r.train.gpus, r.bench.gpus))),
+# A limit set here survives `--resources other=1`, which replaces the profile's: without one,
+# Snakemake ignores the resource and two GPU jobs overlap. To a job that needs more than the limit it
+# would give fewer without a word. `nodes` is the number of jobs on a cluster, which has its own queue.
+GPUS = max(C.extract.gpus, 1, *(g for r in C.runs.values() for g in (r.train.gpus, r.bench.gpus)))
+if "gpu" in workflow.global_resources:
+    if workflow.global_resources["gpu"].value < GPUS:
+        raise WorkflowError(
+            f"a job needs {GPUS} GPUs, and Snakemake may give {workflow.global_resources['gpu'].value}"
+            f" (`resources: gpu` of the profile). With that many on this machine, add --resources "
+            f"gpu={GPUS}; on a cluster take --workflow-profile, which replaces profiles/default"
+        )
+elif workflow.resource_settings.nodes is None and not workflow.remote_exec:
+    workflow.global_resources["gpu"] = Resource("gpu", GPUS)
+
+# Snakemake says that its lock can be removed, but not with which command, nor when.
+locked = any(Path(".snakemake/locks").glob("*")) and not workflow.remote_exec
+if locked and "--unlock" not in sys.argv and not runs_here():
+    print(
+        "A run that was killed, or one on another machine, has locked this folder. To go on after a "
+        f"kill, unlock it and run again:\n    {shlex.join([*sys.argv, '--unlock'])}",
+        file=sys.stderr,
     )
 
 # Memory of a stage that holds no weights, and of one whose verifier's sizes are not known yet.
@@ -210,10 +232,16 @@ def training_mb(wildcards):
     return training_bytes(run, VERIFIER.text, layers)["disk"] // 10**6
 
 
+def halved(bound):
+    """A bound of memory; each further attempt of a job, as `retries` allow them, takes half."""
+    return lambda wildcards, attempt: max(1, bound >> (attempt - 1))
+
+
 def launch(wildcards):
-    """More than one GPU takes a process for each."""
+    """More than one GPU takes a process for each. After `--`, since torchrun would take the script's
+    --log for an abbreviation of its own options."""
     gpus = C.runs[wildcards.run].train.gpus
-    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "--"]
     return processes if gpus > 1 else []
 
 

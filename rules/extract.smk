@@ -22,13 +22,11 @@ for data in C.data:
             disk_mb=states_mb(data),
             mem_mb=memory_mb("extract"),
             runtime=C.extract.runtime,
-            # Memory tuning changes no state, and a resource reruns nothing.
+            # Memory tuning changes no state, and a resource reruns nothing. A retry takes half.
             gpu_memory_percent=round(100 * C.extract.gpu_memory_utilization),
             kv_cache_gib=C.extract.kv_cache_gib,
-            max_num_seqs=C.extract.max_num_seqs,
-            max_num_batched_tokens=C.extract.max_num_batched_tokens,
-            # Only compared with the verifier's, before any work.
-            draft_vocab_size=C.vocab.draft_vocab_size,
+            max_num_seqs=halved(C.extract.max_num_seqs),
+            max_num_batched_tokens=halved(C.extract.max_num_batched_tokens),
         params:
             store=f"{R}/.state/store",
             rates=RATES,
@@ -57,7 +55,6 @@ for data in C.data:
                 --log {log:q} \
                 --rates {params.rates:q} \
                 --layer-ids {params.layer_ids} \
-                --draft-vocab-size {resources.draft_vocab_size} \
                 --states {params.states} \
                 --answers {params.answers} \
                 --max-new-tokens {params.max_new_tokens} \

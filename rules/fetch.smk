@@ -6,6 +6,7 @@ rule fetch_verifier:
         identity=f"{R}/verifier.json",
     log:
         f"{R}/logs/fetch_verifier.jsonl",
+    localrule: True
     conda:
         ENV
     resources:
@@ -38,6 +39,7 @@ for number, source in enumerate(C.conversations):
             identity=f"{R}/conversations/{number}.json",
         log:
             f"{R}/logs/fetch_conversations_{number}.jsonl",
+        localrule: True
         conda:
             ENV
         resources:
@@ -63,6 +65,7 @@ rule fetch_prompts:
         identity=f"{R}/prompts.json",
     log:
         f"{R}/logs/fetch_prompts.jsonl",
+    localrule: True
     conda:
         ENV
     resources:

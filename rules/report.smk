@@ -25,6 +25,7 @@ rule report:
     wildcard_constraints:
         # The folder's name would match that of every other page.
         run=r"(?!sweep\.)[^/]+(?<!\.html)(?<!\.md)",
+    localrule: True
     conda:
         ENV
     resources:
@@ -65,6 +66,7 @@ rule report_sweep:
         summary=f"{R}/report_sweep.json",
     log:
         f"{R}/logs/report_sweep.jsonl",
+    localrule: True
     conda:
         ENV
     resources:

@@ -42,7 +42,6 @@ from eyrie.shards import (
 from eyrie.teacher import SAMPLE, Teacher
 from eyrie.verifier import (
     VerifierConfig,
-    draft_size,
     extraction_ids,
     load_verifier_config,
     text_sizes,
@@ -557,19 +556,16 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--draft-vocab-size", default="full", help="of drafts to be trained")
     parser.add_argument("--states", choices=["bf16", "fp8"], default="bf16", help="on disk")
     engine.add_arguments(parser)
     args = parser.parse_args()
-    engine.prepare(args.gpus, args.kv_cache_gib, in_process=True)
+    engine.prepare(args.gpus, in_process=True)
     args.dtype = engine.resolve_dtype(args.dtype)
 
     started = time.time()
     try:
         text = text_sizes(args.verifier, args.trust_remote_code)
         args.layer_ids = extraction_ids(args.layer_ids, text["num_hidden_layers"])
-        # Told now, not after hours of extraction.
-        draft_size(args.draft_vocab_size, text["vocab_size"])
         # The folder's own record of how long it took to fetch decides no number.
         verifier = json.loads(args.identity.read_text())
         identity = json.dumps([verifier["source"], verifier["files"]])

@@ -176,7 +176,7 @@ def fetch_verifier(args, out: Path, work: Path) -> dict:
     else:
         out.mkdir()
         for entry in path.iterdir():
-            (out / entry.name).symlink_to(entry.resolve())
+            link(entry, out / entry.name)
     if args.chat_template:
         template = out / "chat_template.jinja"
         template.unlink(missing_ok=True)
@@ -186,11 +186,17 @@ def fetch_verifier(args, out: Path, work: Path) -> dict:
     return verifier_identity(out, identity)
 
 
+def link(path: Path, out: Path) -> None:
+    """Link a local source; one that is named relative to the job's folder may move with it."""
+    target = path.resolve()
+    out.symlink_to(target if path.is_absolute() else os.path.relpath(target, out.parent.resolve()))
+
+
 def place(path: Path, out: Path, source: str) -> None:
     """Put a file at `out`: a local one is linked, a fetched one moved."""
     out.parent.mkdir(parents=True, exist_ok=True)
     if source.startswith("path:"):
-        out.symlink_to(path.resolve())
+        link(path, out)
     else:
         path.rename(out)
 

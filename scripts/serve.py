@@ -175,7 +175,7 @@ def main() -> None:
     engine.add_arguments(parser)
     args = parser.parse_args()
 
-    engine.prepare(args.gpus, args.kv_cache_gib, in_process=False)
+    engine.prepare(args.gpus, in_process=False)
     # The server's engine is always a process of its own.
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     started = time.time()

@@ -38,6 +38,7 @@ Count = Annotated[Whole, Field(ge=0)]
 Positive = Annotated[Whole, Field(gt=0)]
 # YAML reads 1e-4 as a string; it is taken as the number that it looks like.
 Real = Annotated[float, Field(ge=0)]
+PositiveReal = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Flag = Annotated[bool, BeforeValidator(from_command_line), Field(strict=True)]
 Source = Annotated[str, StringConstraints(pattern=r"^(pypi|hf|path):.+")]
@@ -88,7 +89,7 @@ class Shard(Block):
 class Engine(Block):
     gpus: Count
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
-    kv_cache_gib: Positive
+    kv_cache_gib: PositiveReal
     max_model_len: Positive
     max_num_seqs: Positive
     max_num_batched_tokens: Positive
@@ -185,9 +186,6 @@ class Bench(Engine):
     samples: Count
     profile: Flag
     runtime: Positive
-
-
-PositiveReal = Annotated[float, Field(gt=0)]
 
 
 class Rates(Block):

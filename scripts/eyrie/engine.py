@@ -14,7 +14,7 @@ QUEUE_BYTES = 1 << 28
 PRELOAD = ["vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_model_runner"]
 
 
-def set_environment(gpus: int, kv_cache_gib: float, in_process: bool) -> None:
+def set_environment(gpus: int, in_process: bool) -> None:
     """Set what vLLM reads from the environment; call it before vllm is imported.
 
     in_process: the engine runs in this process, which starts sooner, ends with it, and outlives
@@ -34,17 +34,18 @@ def set_environment(gpus: int, kv_cache_gib: float, in_process: bool) -> None:
     if gpus:
         return
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
+    # It would go over the engine's own argument, and counts whole GiB.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     # vLLM's MLA on a CPU takes blocks of 16 and a draft's attention blocks of 32, so neither would
     # serve with the other. Without MLA the same weights run as plain attention.
     os.environ.setdefault("VLLM_MLA_DISABLE", "1")
 
 
-def prepare(gpus: int, kv_cache_gib: float, in_process: bool) -> None:
+def prepare(gpus: int, in_process: bool) -> None:
     """As `set_environment`, for a process that is to run an engine. On a CPU it is started again
     with Intel's OpenMP preloaded, as vLLM asks for: speculative decoding is slow with the
     compiler's own."""
-    set_environment(gpus, kv_cache_gib, in_process)
+    set_environment(gpus, in_process)
     if gpus:
         return
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
@@ -94,6 +95,7 @@ def engine_arguments(args) -> dict:
     else:
         # Compiling costs minutes and gains little on two cores.
         arguments["enforce_eager"] = True
+        arguments["kv_cache_memory_bytes"] = round(args.kv_cache_gib * 2**30)
     return arguments
 
 
@@ -168,7 +170,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--gpus", type=int, default=0, help="tensor parallel size; 0 is a CPU")
     parser.add_argument("--gpu-memory-percent", type=int, default=90, help="of each GPU's")
-    parser.add_argument("--kv-cache-gib", type=int, default=1, help="on a CPU")
+    parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="on a CPU")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096)

@@ -96,8 +96,10 @@ class Engines:
             return pipe.recv()
         except (EOFError, ConnectionError):
             process.join()
+            # SIGKILL is most often the kernel's, for want of memory.
+            hint = " (memory? lower bench.max_num_seqs)" if process.exitcode == -9 else ""
             raise BenchError(
-                f"{key[0]} ended with exit code {process.exitcode}; see above"
+                f"{key[0]} ended with exit code {process.exitcode}{hint}; see above"
             ) from None
 
     def tell(self, name: str, about: dict) -> None:

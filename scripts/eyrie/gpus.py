@@ -3,17 +3,21 @@
 import fcntl
 import os
 import sys
-import tempfile
+import time
 from pathlib import Path
 
-LOCK = Path(tempfile.gettempdir()) / f"eyrie-gpus-{os.getuid()}.lock"
+from eyrie.jobs import end_orphans
+
+# Not in TMPDIR, which may differ between two terminals.
+LOCK = Path(f"/tmp/eyrie-gpus-{os.getuid()}.lock")
 
 
 def hold_gpus(count: int):
     """Wait for the machine's GPUs and hold them until this process ends; nothing for a CPU job.
 
     Snakemake keeps the jobs of one run apart; two runs in two terminals are kept apart by this
-    lock, which the system drops with the process. Returns the lock's open file, to be kept.
+    lock. Under SLURM the scheduler has given the job GPUs of its own. Returns the lock's open
+    file, to be kept.
 
     Raises:
         ValueError: fewer GPUs are visible than the job needs.
@@ -22,20 +26,36 @@ def hold_gpus(count: int):
         return None
     import torch
 
-    visible = torch.cuda.device_count()
+    require_gpus(count, torch.cuda.device_count())
+    return None if "SLURM_JOB_ID" in os.environ else hold(LOCK)
+
+
+def require_gpus(count: int, visible: int) -> None:
+    """Raise ValueError if fewer are visible: a job never runs on fewer than its rule says."""
     if visible < count:
         raise ValueError(
             f"{count} GPUs needed, {visible} visible (CUDA_VISIBLE_DEVICES is "
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); set `gpus` in the config"
         )
-    file = open(LOCK, "a+")  # noqa: SIM115, held as long as the process lives
+
+
+def hold(path: Path):
+    """Lock a file, telling who holds it if that takes time, once what killed jobs left is ended.
+
+    The system drops the lock when this process and those forked from it have ended, in whatever
+    way. Returns the open file.
+    """
+    for process in end_orphans():
+        print(f"ended process {process}, left by a job that was killed", file=sys.stderr)
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
         print(f"waiting for the GPUs, held by {file.read().strip()}", file=sys.stderr, flush=True)
         fcntl.flock(file, fcntl.LOCK_EX)
-    file.truncate(0)
-    file.write(f"process {os.getpid()}: {' '.join(sys.argv)}\n")
+        file.seek(0)
+    file.truncate()
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.write(f"process {os.getpid()} in {os.getcwd()} since {since}: {' '.join(sys.argv)}\n")
     file.flush()
     return file

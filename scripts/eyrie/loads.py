@@ -31,7 +31,7 @@ class Loaded:
 
 def import_vllm() -> None:
     """What `load` imports, ahead of it."""
-    engine.set_environment(0, 1, in_process=True)
+    engine.set_environment(0, in_process=True)
     for name in engine.PRELOAD:
         importlib.import_module(name)
 

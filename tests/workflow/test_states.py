@@ -34,7 +34,7 @@ RUNNER = """
 import json, os, sys
 sys.path.insert(0, {scripts!r})
 from eyrie import engine
-engine.prepare(gpus=0, kv_cache_gib=1, in_process=True)
+engine.prepare(gpus=0, in_process=True)
 import torch
 import extract
 from eyrie import shards

@@ -1,0 +1,82 @@
+"""Jobs that need GPUs and one that is killed, under the project's own profile and common.smk."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Each job tells when it began and ended.
+SNAKEFILE = """
+configfile: "config.yaml"
+
+include: "rules/common.smk"
+
+rule all:
+    default_target: True
+    input: expand("{job}.json", job=["a", "b"])
+
+rule job:
+    output: "{job}.json"
+    resources: gpu=8
+    shell:
+        '''python -c "import json, os, time; began = time.time(); time.sleep(0.5)
+json.dump([began, time.time(), os.environ['CUDA_VISIBLE_DEVICES']], open('{output}', 'w'))"'''
+
+rule killed:
+    output: "killed"
+    shell: '''python -c "import os; os.kill(os.getpid(), 9)"'''
+"""
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for name in ("config.yaml", "rules", "scripts", "templates", "profiles", "envs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "Snakefile").write_text(SNAKEFILE)
+    return tmp_path
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess:
+    snakemake = Path(sys.executable).with_name("snakemake")
+    command = [snakemake, "-j", "2", *options, "--config", "extract={gpus: 8}"]
+    return subprocess.run(
+        ["env", "CUDA_VISIBLE_DEVICES=7,6,5,4,3,2,1,0", *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "options, overlap",
+    [
+        ([], False),
+        (["--resources", "other=1"], False),
+        # The same two jobs do overlap where there are GPUs for both.
+        (["--resources", "gpu=16"], True),
+    ],
+)
+def test_two_jobs_overlap_only_where_there_are_gpus_for_both(folder, options, overlap):
+    done = run(folder, *options)
+    assert done.returncode == 0, done.stderr
+    jobs = sorted(json.loads((folder / f"{name}.json").read_text()) for name in "ab")
+    assert (jobs[1][0] < jobs[0][1]) == overlap
+    assert {visible for _, _, visible in jobs} == {"7,6,5,4,3,2,1,0"}
+
+
+def test_a_limit_below_what_a_job_needs_is_an_error(folder):
+    """Snakemake would give the job fewer without a word."""
+    done = run(folder, "--resources", "gpu=4")
+    assert done.returncode == 1
+    assert "a job needs 8 GPUs, and Snakemake may give 4" in done.stderr
+    assert not list(folder.glob("?.json"))
+
+
+def test_a_job_killed_for_want_of_memory_says_what_to_lower(folder):
+    done = run(folder, "killed")
+    assert done.returncode == 1
+    assert "killed by signal 9, most often for want of memory: lower extract.max" in done.stderr

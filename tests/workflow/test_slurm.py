@@ -1,0 +1,122 @@
+"""The workflow under profiles/slurm, on a real SLURM of one node with 8 pretended GPUs."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+if not shutil.which("slurmctld") or not importlib.util.find_spec("snakemake_executor_plugin_slurm"):
+    pytest.skip("needs Debian's slurm-wlm and envs/slurm.txt", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+# Jobs that tell when they ran and on what. As training does, `long` saves its state when it is told
+# to end, and goes on from it.
+SNAKEFILE = """
+configfile: "config.yaml"
+
+include: "rules/common.smk"
+
+rule gpus:
+    output: "{job}.json"
+    resources: gpu=8
+    shell:
+        '''python -c "import json, os, time; began = time.time(); time.sleep(1)
+print(json.dumps([began, time.time(), os.environ['CUDA_VISIBLE_DEVICES']]))" >> {wildcards.job}.log
+cp {wildcards.job}.log {output}'''
+
+rule many:
+    output: "sixteen"
+    resources: gpu=16
+    shell: "touch {output}"
+
+rule long:
+    output: "long"
+    resources: gpu=1, prefill=halved(64)
+    shell:
+        '''test -e state && mv state {output} && exit
+trap "echo saved > state; exit 1" TERM; touch started; sleep 60 & wait'''
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """The environment in which SLURM's commands find it."""
+    folder = tmp_path_factory.mktemp("slurm")
+    path = os.environ["PATH"] + os.pathsep + "/usr/sbin"
+    script = ["bash", ROOT / "tests/slurm.sh"]
+    subprocess.run([*script, "up", folder], env=os.environ | {"PATH": path}, check=True)
+    path = f"{folder / 'bin'}{os.pathsep}{path}"
+    yield os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
+    subprocess.run([*script, "down", folder], check=True)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for name in ("config.yaml", "rules", "scripts", "templates", "profiles", "envs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "Snakefile").write_text(SNAKEFILE)
+    return tmp_path
+
+
+def snakemake(folder: Path, slurm: dict, *arguments: str) -> subprocess.Popen:
+    program = Path(sys.executable).with_name("snakemake")
+    options = ["--workflow-profile", "profiles/slurm", "--retries", "0"]
+    # A real cluster has more to do than to answer every few seconds.
+    options += ["--slurm-init-seconds-before-status-checks", "5"]
+    with open(folder / "output", "w") as output:
+        return subprocess.Popen(
+            [program, *arguments, *options, "--config", "extract={gpus: 8}"],
+            cwd=folder,
+            env=slurm,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def ended(process: subprocess.Popen, folder: Path) -> tuple[int, str]:
+    return process.wait(timeout=180), (folder / "output").read_text()
+
+
+def test_two_jobs_of_eight_gpus_queue_and_one_of_sixteen_is_refused(slurm, folder):
+    run = snakemake(folder, slurm, "a.json", "b.json", "sixteen", "-k")
+    code, output = ended(run, folder)
+    assert code == 1
+    assert "Requested node configuration is not available" in output
+    assert "2 of 3 steps" in output and not (folder / "sixteen").exists()
+    # A line each: a job runs once, on all of its GPUs.
+    jobs = sorted(json.loads((folder / f"{name}.json").read_text()) for name in "ab")
+    assert jobs[0][1] <= jobs[1][0]
+    assert [visible for _, _, visible in jobs] == ["0,1,2,3,4,5,6,7"] * 2
+    told = subprocess.run(
+        ["scontrol", "-d", "show", "job"], env=slurm, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.count("JOB_GRES=gpu:8") == 2
+
+
+def test_a_cancelled_job_saves_its_state_and_the_next_goes_on(slurm, folder):
+    run = snakemake(folder, slurm, "long")
+    deadline = time.monotonic() + 60
+    while not (folder / "started").exists():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(run.pid, signal.SIGINT)
+    code, _ = ended(run, folder)
+    assert code
+    while not (folder / "state").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    queue = subprocess.run(
+        ["squeue", "-h", "-t", "running,pending"], env=slurm, capture_output=True, check=True
+    )
+    assert not queue.stdout
+    code, output = ended(snakemake(folder, slurm, "long"), folder)
+    assert code == 0, output
+    assert (folder / "long").read_text() == "saved\n"
