@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from eyrie.checkpoint import WEIGHTS, flat_name, read_header
@@ -96,17 +95,13 @@ def main() -> None:
         if passed(results[name])
     }
     first = {inode: name for name, inode in reversed(right.items())}
-    peak = peak_rss_bytes()
     # vLLM's import takes as long as all else, so it goes beside it, in a process that is forked
     # before this one has imported anything with threads.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as beside:
+    with multiprocessing.get_context("fork").Pool(1) as beside:
         loading = {
-            inode: beside.submit(
+            inode: beside.apply_async(
                 loads,
-                args.draft / names[name],
-                configs[name],
-                args.verifier,
-                args.trust_remote_code,
+                (args.draft / names[name], configs[name], args.verifier, args.trust_remote_code),
             )
             for inode, name in first.items()
         }
@@ -114,9 +109,8 @@ def main() -> None:
             inode: weights(args, names[name], configs[name], manifest)
             for inode, name in first.items()
         }
-        found = {inode: checks + loading[inode].result() for inode, checks in found.items()}
-        if first:
-            peak = max(peak_rss_bytes(), beside.submit(peak_rss_bytes).result())
+        found = {inode: checks + loading[inode].get() for inode, checks in found.items()}
+        peak = max(peak_rss_bytes(), beside.apply(peak_rss_bytes))
     for name, inode in right.items():
         results[name] = results[name] + found[inode]
     tell(results, told)

@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from eyrie import engine
@@ -73,7 +72,7 @@ def write_untrained(args, draft, verifier, folder: Path) -> None:
     write_layout(folder / "flat", folder / "draft", draft.layout, config, tokens, None, embeddings)
 
 
-def check_draft(args, draft, verifier, pool: ProcessPoolExecutor) -> list[dict]:
+def check_draft(args, draft, verifier, beside) -> list[dict]:
     """Every check of a checkpoint, on an untrained draft of a run's config."""
     with tempfile.TemporaryDirectory(dir=args.state) as folder:
         try:
@@ -84,9 +83,10 @@ def check_draft(args, draft, verifier, pool: ProcessPoolExecutor) -> list[dict]:
         path = Path(folder) / "draft"
         checks, config = check_light(path, verifier.text, args.max_model_len, draft.layout)
         if passed(checks):
-            loading = pool.submit(loads, path, config, args.verifier, args.trust_remote_code)
+            options = (path, config, args.verifier, args.trust_remote_code)
+            loading = beside.apply_async(loads, options)
             checks += check_values(path / WEIGHTS, config, None)
-            checks += loading.result()
+            checks += loading.get()
     return checks
 
 
@@ -209,17 +209,15 @@ def check_room(args, verifier) -> list[dict]:
     return checks
 
 
-def look(args, drafts: dict, pool: ProcessPoolExecutor) -> dict[str, list[dict]]:
+def look(args, drafts: dict, verifier, beside) -> dict[str, list[dict]]:
     """All checks of each draft; those of the verifier and the data are every draft's.
 
-    Raises ValueError where the verifier is not supported or has no chat template.
+    Raises ValueError where the verifier has no chat template, or the shard is none.
     """
     from eyrie.chat import load_tokenizer
     from eyrie.shards import ShardError, read_rows
-    from eyrie.verifier import load_verifier_config
     from eyrie.vocab import pinned
 
-    verifier = load_verifier_config(args.verifier, args.trust_remote_code)
     try:
         rows = read_rows(args.shards[0])
     except ShardError as error:
@@ -236,7 +234,7 @@ def look(args, drafts: dict, pool: ProcessPoolExecutor) -> dict[str, list[dict]]
         run: [
             *of_all,
             check_size(draft, verifier, always),
-            *check_draft(args, draft, verifier, pool),
+            *check_draft(args, draft, verifier, beside),
         ]
         for run, draft in drafts.items()
     }
@@ -294,15 +292,17 @@ def main() -> None:
     new = {run: parser.parse_args(args.drafts[run]) for run in paths if run not in found}
     peak = peak_rss_bytes()
     if new:
-        # Forked before this process has imported anything with threads: vLLM's import takes as
-        # long as the others together.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-            pool.submit(import_vllm)
-            try:
-                looked = look(args, new, pool)
-            except (OSError, ValueError) as error:
-                sys.exit(f"preflight: {error}")
-            peak = max(peak_rss_bytes(), pool.submit(peak_rss_bytes).result())
+        try:
+            from eyrie.verifier import load_verifier_config
+
+            verifier = load_verifier_config(args.verifier, args.trust_remote_code)
+            # vLLM's import takes as long as the rest, so it goes beside it.
+            with multiprocessing.get_context("fork").Pool(1) as beside:
+                beside.apply_async(import_vllm)
+                looked = look(args, new, verifier, beside)
+                peak = max(peak_rss_bytes(), beside.apply(peak_rss_bytes))
+        except (OSError, ValueError) as error:
+            sys.exit(f"preflight: {error}")
         tell(looked, {})
         for run, checks in looked.items():
             if passed(checks):

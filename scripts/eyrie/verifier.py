@@ -89,12 +89,6 @@ def read_text_config(folder: Path) -> dict:
     return text_config(json.loads((folder / "config.json").read_text()))
 
 
-def written_text_config(*folders: Path) -> dict:
-    """As `read_text_config`, of the first folder that holds a config.json; {} if none does."""
-    found = [folder for folder in folders if (folder / "config.json").exists()]
-    return read_text_config(found[0]) if found else {}
-
-
 def text_sizes(folder: Path, trust_remote_code: bool = False) -> dict:
     """The text model's config as it is written, or as transformers reads it where that leaves a
     size to a default."""

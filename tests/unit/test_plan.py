@@ -12,8 +12,9 @@ import yaml
 
 import plan as script
 from eyrie import plan as planning
+from eyrie.checkpoint import expected_tensors
 from eyrie.config import load_config
-from eyrie.draft import DraftShape, expected_tensors, flat_config
+from eyrie.draft import DraftShape, flat_config
 from eyrie.memory import GIB
 from eyrie.plan import draft_parameters, make_plan, parameters, read_verifier
 from eyrie.rates import measured, passes, record_rate

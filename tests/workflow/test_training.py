@@ -213,10 +213,19 @@ def test_other_settings_data_or_vocabulary_start_afresh(data, inputs, whole, tmp
         options |= {"state": state, "epochs": 1, "out": tmp_path / str(number)}
         code, output = run_to_end(command(data, inputs, tmp_path, **options), tmp_path)
         assert code == 0 and "goes on" not in output, output
-    code, output = run_to_end(
-        command(data, inputs, tmp_path, state=state, out=tmp_path / "same"), tmp_path
-    )
+    # Another layout is no other draft.
+    options = {"state": state, "out": tmp_path / "same", "layout": "speculators"}
+    code, output = run_to_end(command(data, inputs, tmp_path, **options), tmp_path)
     assert code == 0 and "goes on at epoch 3" in output
+    nested = json.loads((tmp_path / "same/1/config.json").read_text())
+    assert nested["transformer_layer_config"]["head_dim"] == 32
+    weights = load_file(tmp_path / "same/1/model.safetensors")
+    flat = load_file(whole / "ckpt/1/model.safetensors")
+    assert torch.equal(weights["layers.0.mlp.up_proj.weight"], flat["midlayer.mlp.up_proj.weight"])
+    manifest = json.loads((tmp_path / "same/manifest.json").read_text())
+    assert manifest["files"]["model.safetensors"] in {
+        manifest["files"][f"{epoch}/model.safetensors"] for epoch in range(3)
+    }
 
 
 def test_curves_are_written_for_each_step_and_epoch(whole):
