@@ -346,7 +346,8 @@ def test_a_run_is_compared_with_its_plan_and_tells_the_next_one(job):
     lines = (job / "results/tiny/bench_tiny.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     groups = {(cell_of(r), r["repeat"], r["group"]): r["group_seconds"] for r in rows}
-    assert parts["bench"]["seconds"] == pytest.approx(sum(groups.values()), rel=0.01)
+    served = sum(row["new_tokens"] for row in rows)
+    assert parts["bench"]["rate"] == pytest.approx(served / sum(groups.values()), rel=0.01)
     manifest = json.loads((job / "results/tiny/ckpt_tiny/manifest.json").read_text())
     # The estimate of what is held out differs from what is, by some of few rows.
     assert parts["train"]["seconds"] == pytest.approx(manifest["seconds"], rel=0.4)
@@ -667,12 +668,12 @@ def test_bad_input_stops_before_the_engine(inputs, tmp_path, config, message):
         (
             None,
             "results/report_10k.html",
-            "11 jobs left; at most 6.5 h one after the other, 0.0 GPU",
+            "14 jobs left; at most 6.9 h one after the other, 0.0 GPU",
         ),
-        ("llama31_8b", "results/llama31_8b/ckpt_1k", "7 jobs left; at most 10.8 h"),
-        ("qwen3_8b", "results/qwen3_8b/ckpt_1k", "7 jobs left; at most 10.8 h"),
-        ("tiny", "results/tiny/ckpt_tiny", "7 jobs left"),
-        ("tiny_kimi", "results/tiny_kimi/ckpt_tiny", "7 jobs left"),
+        ("llama31_8b", "results/llama31_8b/ckpt_1k", "9 jobs left; at most 11.2 h"),
+        ("qwen3_8b", "results/qwen3_8b/ckpt_1k", "9 jobs left; at most 11.2 h"),
+        ("tiny", "results/tiny/ckpt_tiny", "9 jobs left"),
+        ("tiny_kimi", "results/tiny_kimi/ckpt_tiny", "9 jobs left"),
     ],
 )
 def test_dry_runs_need_nothing_but_the_config(tmp_path, inputs, config, target, total):
@@ -692,7 +693,7 @@ def test_dry_runs_need_nothing_but_the_config(tmp_path, inputs, config, target, 
 def test_a_dry_run_of_a_verifier_that_nobody_knows_yet(tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text("verifier: {source: 'hf:a/b@main', sha256: null}")
-    assert "Plan: 11 jobs left" in dry_run(tmp_path, config, "results/report_1k.html")
+    assert "Plan: 14 jobs left" in dry_run(tmp_path, config, "results/report_1k.html")
 
 
 def dry_run(folder: Path, config: Path | None, target: str) -> str:
