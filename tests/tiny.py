@@ -161,6 +161,15 @@ def make_verifier(folder: Path, template: str | None = CHATML, config_class=Llam
     return folder
 
 
+def make_workflow(folder: Path, snakefile: str) -> Path:
+    """A workflow of other rules with the project's own profile and common.smk."""
+    root = Path(__file__).parents[1]
+    for name in ("config.yaml", "rules", "scripts", "templates", "profiles", "envs"):
+        (folder / name).symlink_to(root / name)
+    (folder / "Snakefile").write_text(snakefile)
+    return folder
+
+
 def remade(verifier: Path, folder: Path, config: dict, **weights) -> Path:
     """The tiny verifier with another config and some weights changed; None leaves one out."""
     shutil.copytree(verifier, folder)

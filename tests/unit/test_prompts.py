@@ -52,24 +52,31 @@ def test_prompts_are_taken_in_turn_from_the_categories(tmp_path):
         pick_prompts(write(tmp_path / "none.jsonl"), 1)
 
 
+def arguments(folder, row: dict, **more) -> SimpleNamespace:
+    """What bench.py is told of a file of one row, beside the tokenizer in `folder`."""
+    given = {
+        "verifier": folder / "verifier",
+        "trust_remote_code": False,
+        "prompts": write(folder / "p.jsonl", row),
+        "prompts_name": "ours",
+        "prompt_file": [],
+        "num_prompts": 1,
+        "turns": 2,
+        "max_model_len": 256,
+        "date": "2026-01-01",
+        "system_turns": "merge",
+        "template_options": "{}",
+    }
+    return SimpleNamespace(**given | more)
+
+
 def test_the_benchmark_asks_as_the_training_data_do(tmp_path):
     """By the same rule for a template that takes no system turn, with the same options."""
     template, control, bos, eos, *_ = FAMILIES["gemma"]
     tokenizer = tiny.make_tokenizer("{{ greeting }}" + template, control, bos, eos)
     tokenizer.save_pretrained(tmp_path / "verifier")
-    args = SimpleNamespace(
-        verifier=tmp_path / "verifier",
-        trust_remote_code=False,
-        prompts=write(tmp_path / "p.jsonl", {"messages": [SYSTEM, USER]}),
-        prompts_name="ours",
-        prompt_file=[],
-        num_prompts=1,
-        turns=2,
-        max_model_len=256,
-        date="2026-01-01",
-        system_turns="merge",
-        template_options='{"greeting": "owl"}',
-    )
+    row = {"messages": [SYSTEM, USER]}
+    args = arguments(tmp_path, row, template_options='{"greeting": "owl"}')
     for rule in ("merge", "drop"):
         args.system_turns = rule
         (prompt,) = Prompts(args, []).sets["ours"]
@@ -88,21 +95,7 @@ def asked(folder, row: dict, **more) -> tuple[Prompts, dict, tiny.PreTrainedToke
     template, control, bos, eos, *_ = FAMILIES["llama3"]
     tokenizer = tiny.make_tokenizer(template, control, bos, eos)
     tokenizer.save_pretrained(folder / "verifier")
-    args = SimpleNamespace(
-        verifier=folder / "verifier",
-        trust_remote_code=False,
-        prompts=write(folder / "p.jsonl", row),
-        prompts_name="ours",
-        prompt_file=[],
-        num_prompts=1,
-        turns=2,
-        max_model_len=256,
-        date="2026-01-01",
-        system_turns="merge",
-        template_options="{}",
-    )
-    vars(args).update(more)
-    prompts = Prompts(args, [])
+    prompts = Prompts(arguments(folder, row, **more), [])
     (prompt,) = prompts.sets["ours"]
     return prompts, prompt, tokenizer
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 
-ROOT = Path(__file__).parents[2]
 # Each job tells when it began and ended.
 SNAKEFILE = """
 configfile: "config.yaml"
@@ -33,10 +33,7 @@ rule killed:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    for name in ("config.yaml", "rules", "scripts", "templates", "profiles", "envs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "Snakefile").write_text(SNAKEFILE)
-    return tmp_path
+    return tiny.make_workflow(tmp_path, SNAKEFILE)
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 
 if not shutil.which("slurmctld") or not importlib.util.find_spec("snakemake_executor_plugin_slurm"):
     pytest.skip("needs Debian's slurm-wlm and envs/slurm.txt", allow_module_level=True)
@@ -59,10 +60,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    for name in ("config.yaml", "rules", "scripts", "templates", "profiles", "envs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "Snakefile").write_text(SNAKEFILE)
-    return tmp_path
+    return tiny.make_workflow(tmp_path, SNAKEFILE)
 
 
 def snakemake(folder: Path, slurm: dict, *arguments: str) -> subprocess.Popen:
