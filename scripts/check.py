@@ -25,6 +25,7 @@ from eyrie.checks import (
     tell,
 )
 from eyrie.files import log_line, write_json
+from eyrie.loads import check_loads
 from eyrie.provenance import peak_rss_bytes
 from eyrie.verifier import text_sizes
 
@@ -47,13 +48,6 @@ def weights(args, name: str, config: dict, manifest: dict) -> list[dict]:
     checks = check_content(folder, manifest, name) if manifest else []
     verifier = None if args.trained_head else args.verifier
     return checks + check_values(folder / WEIGHTS, config, verifier)
-
-
-def loads(folder: Path, config: dict, verifier: Path, trust_remote_code: bool) -> list[dict]:
-    from eyrie.loads import check_loads
-
-    own = "embed_tokens.weight" in read_header(folder / WEIGHTS)
-    return check_loads(folder, config, own, verifier, trust_remote_code)
 
 
 def main() -> None:
@@ -100,7 +94,7 @@ def main() -> None:
     with multiprocessing.get_context("fork").Pool(1) as beside:
         loading = {
             inode: beside.apply_async(
-                loads,
+                check_loads,
                 (args.draft / names[name], configs[name], args.verifier, args.trust_remote_code),
             )
             for inode, name in first.items()

@@ -17,24 +17,12 @@ import time
 from pathlib import Path
 
 from eyrie import engine
-from eyrie.checkpoint import WEIGHTS, read_header
+from eyrie.checkpoint import WEIGHTS
 from eyrie.checks import check_head, check_light, check_values, passed, result, tell
 from eyrie.files import log_line, sha256_file, write_json
+from eyrie.loads import check_loads, import_vllm
 from eyrie.provenance import code_hash, peak_rss_bytes
 from eyrie.shape import add_shape_arguments, shape_of
-
-
-def loads(folder: Path, config: dict, verifier: Path, trust_remote_code: bool) -> list[dict]:
-    from eyrie.loads import check_loads
-
-    own = "embed_tokens.weight" in read_header(folder / WEIGHTS)
-    return check_loads(folder, config, own, verifier, trust_remote_code)
-
-
-def import_vllm() -> None:
-    from eyrie import loads
-
-    loads.import_vllm()
 
 
 def write_untrained(args, draft, verifier, folder: Path) -> None:
@@ -84,7 +72,7 @@ def check_draft(args, draft, verifier, beside) -> list[dict]:
         checks, config = check_light(path, verifier.text, args.max_model_len, draft.layout)
         if passed(checks):
             options = (path, config, args.verifier, args.trust_remote_code)
-            loading = beside.apply_async(loads, options)
+            loading = beside.apply_async(check_loads, options)
             checks += check_values(path / WEIGHTS, config, None)
             checks += loading.get()
     return checks

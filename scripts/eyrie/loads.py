@@ -1,16 +1,15 @@
 """A draft as vLLM itself reads and loads it, without an engine: in seconds, on a CPU, beside a
-verifier of which only config.json is read."""
+verifier of which only config.json is read.
+
+Its own import is light: the processes that load are forked from ones without threads."""
 
 import importlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig
-
 from eyrie import engine
-from eyrie.checkpoint import is_nested, read_config
+from eyrie.checkpoint import WEIGHTS, is_nested, read_config, read_header
 from eyrie.checks import result
 
 # What every parameter is filled with before the weights are loaded. No bf16 weight of a draft is
@@ -42,6 +41,7 @@ def load(folder: Path, verifier: Path, trust_remote_code: bool = False) -> Loade
     Raises whatever vLLM raises.
     """
     import_vllm()
+    import torch
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import (
@@ -97,11 +97,11 @@ def load(folder: Path, verifier: Path, trust_remote_code: bool = False) -> Loade
     )
 
 
-def check_loads(
-    folder: Path, config: dict, own_embeddings: bool, verifier: Path, trust_remote_code: bool
-) -> list[dict]:
+def check_loads(folder: Path, config: dict, verifier: Path, trust_remote_code: bool) -> list[dict]:
     """vLLM and transformers read the draft, both of vLLM's model runners take the same layers, and
     every parameter of vLLM's model is written. config: the draft's as a flat one."""
+    from transformers import AutoConfig
+
     checks = []
     if not is_nested(read_config(folder)):
         try:
@@ -127,7 +127,8 @@ def check_loads(
     # The verifier's are used where the draft has none; only the first layer uses its hidden_norm.
     layers = range(1, config["num_hidden_layers"])
     unused = {f"model.layers.{layer}.hidden_norm.weight" for layer in layers}
-    unused |= set() if own_embeddings else {"model.embed_tokens.weight"}
+    own = "embed_tokens.weight" in read_header(folder / WEIGHTS)
+    unused |= set() if own else {"model.embed_tokens.weight"}
     found = sorted(set(loaded.unwritten) - unused)
     effect = "these weights are as memory was: every draft token is garbage"
     name = "every parameter is written"

@@ -61,7 +61,7 @@ def failed(folder: Path, inputs: Path, **options) -> list[str]:
     checks, config = check.light(args, "", text_sizes(args.verifier), manifest)
     if check.passed(checks):
         checks += check.weights(args, "", config, {})
-        checks += check.loads(folder, config, args.verifier, False)
+        checks += loads.check_loads(folder, config, args.verifier, False)
     return [c["check"] for c in checks if not c["ok"]]
 
 
