@@ -19,6 +19,7 @@ from eyrie import provenance
 from eyrie.config import ConfigError, load_config, with_reference
 from eyrie.files import sha256_file
 from eyrie.jobs import runs_here
+from eyrie.local import local_content
 from eyrie.plan import (
     find_verifier,
     host_bytes,
@@ -196,6 +197,23 @@ def hidden_of(wildcards):
     return [f"{R}/data/{data}/hidden/{name}.safetensors" for name in shard_names(data)]
 
 
+def extractions(data):
+    """The extractions of a data set, each as its rule's name, its shards, its folder and what it
+    waits for: one for each node, and one that links what these have put into the store."""
+    names, folder = shard_names(data), f"{R}/data/{data}"
+    gate, nodes = f"{folder}/preflights.json", C.extract.nodes
+    if nodes == 1:
+        return [(data, names, folder, [gate])]
+    # As even as shards allow, and in one piece each, so that a node reads few files.
+    ends = [len(names) * node // nodes for node in range(nodes + 1)]
+    parts = [
+        (f"{data}_node{i}", names[ends[i] : ends[i + 1]], f"{folder}/nodes/{data}-{i}", [gate])
+        for i in range(nodes)
+        if ends[i] < ends[i + 1]
+    ]
+    return [*parts, (data, names, folder, [gate, *(f"{of}/hidden.json" for _, _, of, _ in parts)])]
+
+
 def states_mb(data):
     """The disk that a data set's states may take: every row as long as it may be."""
     # Until the verifier is known, the draft's heads tell its size closely enough.
@@ -237,12 +255,35 @@ def halved(bound):
     return lambda wildcards, attempt: max(1, bound >> (attempt - 1))
 
 
+def all_gpus(block):
+    """The GPUs of a job that is on several machines."""
+    return block.gpus * block.nodes
+
+
+def if_several(value):
+    """A resource that only training on several machines has: `value` of their number."""
+
+    def resource(wildcards):
+        nodes = C.runs[wildcards.run].train.nodes
+        return value(nodes) if nodes > 1 else None
+
+    return resource
+
+
 def launch(wildcards):
-    """More than one GPU takes a process for each. After `--`, since torchrun would take the script's
-    --log for an abbreviation of its own options."""
-    gpus = C.runs[wildcards.run].train.gpus
-    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "--"]
-    return processes if gpus > 1 else []
+    """What starts training: torchrun where there is more than one process, on each of several
+    machines that SLURM has given the job. They meet at the first, where the job's shell runs, at a
+    port that two jobs of one machine hardly share. After `--`, since torchrun would take the
+    script's --log for an abbreviation of its own options."""
+    train = C.runs[wildcards.run].train
+    torchrun = f"python -m torch.distributed.run --nproc-per-node {max(train.gpus, 1)}"
+    if train.nodes > 1:
+        return (
+            f"srun --kill-on-bad-exit --nodes {train.nodes} --ntasks-per-node 1 --cpu-bind=none "
+            f"{torchrun} --nnodes {train.nodes} --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID "
+            "--rdzv-endpoint $(hostname):$((29400 + SLURM_JOB_ID % 1000)) --"
+        )
+    return f"{torchrun} --standalone --" if train.gpus > 1 else "python"
 
 
 def init_from(wildcards):
@@ -275,6 +316,11 @@ def run_flag(block, key):
 def source_options(block):
     """A source of the config as options of scripts/fetch.py."""
     return ["--source", block.source, *(["--sha256", block.sha256] if block.sha256 else [])]
+
+
+def content(block, identity, verifier=False):
+    """A parameter that changes with what a local source holds, and not with its files' times."""
+    return json.dumps(local_content(block.source, Path(identity), verifier))
 
 
 def flag(name, value):

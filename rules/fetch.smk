@@ -15,6 +15,7 @@ rule fetch_verifier:
         disk_mb=verifier_mb,
     params:
         source=source_options(C.verifier),
+        content=content(C.verifier, f"{R}/verifier.json", verifier=True),
         template=lambda wildcards, input: ["--chat-template", *input] if input else [],
         code=code_hash("fetch"),
     shell:
@@ -47,6 +48,7 @@ for number, source in enumerate(C.conversations):
             mem_mb=SMALL_MB,
         params:
             source=source_options(source),
+            content=content(source, f"{R}/conversations/{number}.json"),
             code=code_hash("fetch"),
         shell:
             """
@@ -73,6 +75,7 @@ rule fetch_prompts:
         mem_mb=SMALL_MB,
     params:
         source=source_options(C.prompts),
+        content=content(C.prompts, f"{R}/prompts.json"),
         code=code_hash("fetch"),
     shell:
         """

@@ -14,7 +14,12 @@ rule train:
         ENV
     threads: workflow.cores
     resources:
-        gpu=of_run("train", "gpus"),
+        gpu=lambda wildcards: all_gpus(C.runs[wildcards.run].train),
+        # By these the SLURM plugin leaves it to the job to start a process on each machine.
+        nodes=of_run("train", "nodes"),
+        mpi=if_several(lambda nodes: "srun"),
+        tasks=if_several(lambda nodes: nodes),
+        tasks_per_gpu=if_several(lambda nodes: 0),
         runtime=of_run("train", "runtime"),
         mem_mb=memory_mb("train"),
         disk_mb=training_mb,
@@ -47,11 +52,13 @@ rule train:
         patience=of_run("train", "patience"),
         layout=of_run("train", "layout"),
         launch=launch,
+        gpus=of_run("train", "gpus"),
+        nodes=of_run("train", "nodes"),
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         code=code_hash("train"),
     shell:
         """
-        python {params.launch} "$SCRIPTS/train.py" \
+        {params.launch} "$SCRIPTS/train.py" \
             --hidden {input.hidden:q} \
             --vocab {input.vocab:q} \
             --draft-vocab-size {params.draft_vocab_size} \
@@ -80,7 +87,8 @@ rule train:
             --ttt-warmup-epochs {params.ttt_warmup_epochs} \
             --noise {params.noise} \
             --seed {params.seed} \
-            --gpus {resources.gpu} \
+            --gpus {params.gpus} \
+            --nodes {params.nodes} \
             --gradient-accumulation {params.gradient_accumulation} \
             --patience {params.patience} \
             --layout {params.layout} \

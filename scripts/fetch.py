@@ -27,6 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from eyrie.files import fsync_path, log_line, sha256_file, write_json
+from eyrie.local import local_files
 from eyrie.provenance import peak_rss_bytes
 from eyrie.sources import ENDINGS, DataError, expand
 
@@ -272,6 +273,7 @@ def main() -> None:
     shutil.rmtree(work, ignore_errors=True)
     paths = args.out.rglob("*") if args.out.is_dir() else [args.out]
     identity |= {
+        "local": local_files(args.source, args.kind == "verifier", {}),
         "bytes": sum(p.stat().st_size for p in paths if p.is_file()),
         "seconds": round(time.time() - started, 2),
         "peak_rss_bytes": peak_rss_bytes(),

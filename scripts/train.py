@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--gpus", type=int, default=0, help="more than one: start by torchrun")
+    parser.add_argument("--nodes", type=int, default=1, help="machines of so many GPUs")
     parser.add_argument("--gradient-accumulation", type=int, default=1, help="batches a step")
     parser.add_argument("--patience", type=int, default=0, help="epochs; 0 trains them all")
     parser.add_argument("--layout", choices=["flat", "sglang", "speculators"], default="flat")
@@ -170,10 +171,10 @@ def train(args) -> None:
     # Of the processes that torchrun starts the first holds the GPUs for all.
     _lock = hold_gpus(args.gpus) if os.environ.get("LOCAL_RANK", "0") == "0" else None
     rank, ranks = join_processes()
-    if args.gpus and ranks != args.gpus:
+    if args.gpus and ranks != args.gpus * args.nodes:
         raise ValueError(
-            f"--gpus {args.gpus}, and {ranks} processes: start it by python -m "
-            f"torch.distributed.run --standalone --nproc-per-node {args.gpus}"
+            f"--gpus {args.gpus} of {args.nodes} nodes, and {ranks} processes: start it by python "
+            f"-m torch.distributed.run --nproc-per-node {args.gpus} --nnodes {args.nodes}"
         )
     shape = shape_of(args)
     verifier = load_verifier_config(args.verifier, args.trust_remote_code)
@@ -307,8 +308,8 @@ def train(args) -> None:
         for row in trainer.history
         if row["kind"] == "step"
     )
-    of = f"run {args.state.name}"
-    record_rate(args.rates, "train", identity["source"], args.gpus, work, manifest["seconds"], of)
+    of, gpus = f"run {args.state.name}", args.gpus * args.nodes
+    record_rate(args.rates, "train", identity["source"], gpus, work, manifest["seconds"], of)
     print(f"train: chose epoch {manifest['chosen_epoch']}; {args.out}")
 
 

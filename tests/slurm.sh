@@ -1,5 +1,6 @@
 #!/bin/bash
-# A SLURM of one node with 8 pretended GPUs, for tests: slurm.sh up|down FOLDER.
+# A SLURM of two nodes with 8 pretended GPUs each, for tests: slurm.sh up|down FOLDER. Its default
+# partition has the first node alone; `both` has two, which are this machine twice.
 # It needs no root, munge, systemd or cgroups, and listens on 127.0.0.1 alone. Then take it with
 #   export SLURM_CONF=FOLDER/slurm.conf PATH=FOLDER/bin:$PATH
 set -euo pipefail
@@ -20,23 +21,22 @@ up() {
     chmod +x "$D/bin/srun"
     cat >"$D/gres.conf" <<CONF
 AutoDetect=off
-NodeName=$H Name=gpu File=$D/gpu/gpu[0-7]
+NodeName=n[1-2] Name=gpu File=$D/gpu/gpu[0-7]
 CONF
     cat >"$D/slurm.conf" <<CONF
 ClusterName=test
 SlurmctldHost=$H(127.0.0.1)
 SlurmctldPort=$(port)
-SlurmdPort=$(port)
 SlurmUser=$(id -un)
 SlurmdUser=$(id -un)
 AuthType=auth/none
 CredType=cred/none
 StateSaveLocation=$D/state
-SlurmdSpoolDir=$D/spool
+SlurmdSpoolDir=$D/spool/%n
 SlurmctldPidFile=$D/slurmctld.pid
-SlurmdPidFile=$D/slurmd.pid
+SlurmdPidFile=$D/%n.pid
 SlurmctldLogFile=$D/log/slurmctld.log
-SlurmdLogFile=$D/log/slurmd.log
+SlurmdLogFile=$D/log/%n.log
 PlugStackConfig=$D/plugstack.conf
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 MailProg=/bin/true
@@ -55,14 +55,17 @@ ReturnToService=2
 MinJobAge=3600
 KillWait=5
 SlurmdParameters=config_overrides
-NodeName=$H NodeHostName=$H NodeAddr=127.0.0.1 CPUs=64 Boards=1 SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=2000000 Gres=gpu:8 State=UNKNOWN
-PartitionName=gpu Nodes=$H Default=YES MaxTime=INFINITE State=UP
+NodeName=DEFAULT CPUs=64 Boards=1 SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=2000000 Gres=gpu:8 State=UNKNOWN
+NodeName=n1 NodeHostName=$H NodeAddr=127.0.0.1 Port=$(port)
+NodeName=n2 NodeHostName=$H NodeAddr=127.0.0.1 Port=$(port)
+PartitionName=gpu Nodes=n1 Default=YES MaxTime=INFINITE State=UP
+PartitionName=both Nodes=n[1-2] MaxTime=INFINITE State=UP
 CONF
     export SLURM_CONF=$D/slurm.conf
     slurmctld -c -f "$SLURM_CONF"
-    slurmd -f "$SLURM_CONF"
+    for node in n1 n2; do slurmd -N $node -f "$SLURM_CONF"; done
     for _ in {1..100}; do
-        [ "$(timeout 2 sinfo -h -o %T 2>/dev/null)" = idle ] && return
+        [ "$(timeout 2 sinfo -h -p both -o %D%T 2>/dev/null)" = 2idle ] && return
         sleep .1
     done
     echo "SLURM did not come up:" >&2
@@ -72,10 +75,10 @@ CONF
 }
 
 down() {
-    for name in slurmctld slurmd; do
+    for name in slurmctld n1 n2; do
         pid=$(cat "$D/$name.pid" 2>/dev/null) || continue
         # A daemon that ended leaves its file, and its number may be another process's.
-        [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = "$name" ] || continue
+        [[ $(cat "/proc/$pid/comm" 2>/dev/null) = slurm* ]] || continue
         kill "$pid"
         for _ in {1..100}; do
             kill -0 "$pid" 2>/dev/null || continue 2

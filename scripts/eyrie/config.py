@@ -105,6 +105,7 @@ def from_after(value):
 class Extract(Engine):
     layer_ids: Annotated[list[Positive], BeforeValidator(from_after), Field(min_length=1)]
     states: Literal["bf16", "fp8"]
+    nodes: Positive
     runtime: Positive
 
 
@@ -136,6 +137,7 @@ class Draft(Block):
 
 class Train(Block):
     gpus: Count
+    nodes: Positive
     init_from: str | None
     dtype: Literal["auto", "bfloat16", "float32"]
     held_out: Annotated[float, Field(gt=0, lt=1)]

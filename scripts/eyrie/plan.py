@@ -310,8 +310,10 @@ def benchmark(bench) -> tuple[int, int]:
     requests = 0
     for one in passes_of(bench, sets):
         turns = 1 if one["set"] == HELD_OUT else bench.turns
-        methods = sum(kind in one["kinds"] for kind in kinds)
-        requests += bench.repeats * one["prompts"] * turns * methods
+        methods = [kind for kind in kinds if kind in one["kinds"]]
+        others = (len(one["draft_tokens"]) - 1) * sum(kind != "baseline" for kind in methods)
+        served = one["prompts"] * len(methods) + one["few"] * others
+        requests += bench.repeats * turns * served
     # On a GPU an engine for each number of draft tokens, anew in each repetition.
     drafting = (len(kinds) - 1) * (len(bench.draft_tokens) if bench.gpus else 1)
     again = 1 if bench.interleave and not bench.gpus else bench.repeats
@@ -365,7 +367,7 @@ def default_rates(config: Config, run, sizes: VerifierSizes) -> dict[str, float]
     rates["answers"] = min(config.extract.max_num_seqs / step, rates["prefill"])
     kind, number = of(run.bench.gpus)
     rates["serve"] = 1 / (used * width / (READ[kind] * number) + layers)
-    kind, number = of(run.train.gpus)
+    kind, number = of(run.train.gpus * run.train.nodes)
     whole = draft_parameters(run, sizes.text, len(config.extract.layer_ids))[1]
     rates["train"] = TRAIN_FLOPS[kind] * number / (6 * whole)
     return rates
@@ -393,19 +395,21 @@ def times(config: Config, run, sizes: VerifierSizes, tokens: dict, lines: list[d
     trained = tokens["total"] * (1 - train.held_out)
     work = trained * (warm_up * passes(1) + (train.epochs - warm_up) * passes(train.ttt_steps))
     served, engines = benchmark(bench)
-    batches = max(train.gpus, 1) * train.gradient_accumulation
+    batches = max(train.gpus, 1) * train.nodes * train.gradient_accumulation
     steps = train.epochs * math.ceil(trained / (FILLED * train.total_seq_len * batches))
     generated = tokens["generated"]
+    # Each node of extraction has an engine of its own; those of training work as one.
+    gpus, nodes = config.extract.gpus, config.extract.nodes
     parts = [
-        ("load", "load", config.extract.gpus, sizes.weight_bytes, "bytes"),
-        ("extract", "answers", config.extract.gpus, generated, "tokens")
+        ("load", "load", gpus, nodes, nodes * sizes.weight_bytes, "bytes"),
+        ("extract", "answers", gpus, nodes, generated, "tokens")
         if generated
-        else ("extract", "prefill", config.extract.gpus, tokens["total"], "tokens"),
-        ("train", "train", train.gpus, work, "tokens"),
-        ("bench", "serve", bench.gpus, served, "tokens"),
+        else ("extract", "prefill", gpus, nodes, tokens["total"], "tokens"),
+        ("train", "train", train.gpus * train.nodes, 1, work, "tokens"),
+        ("bench", "serve", bench.gpus, 1, served, "tokens"),
     ]
     rows = []
-    for part, stage, gpus, amount, unit in parts:
+    for part, stage, gpus, engines_at_once, amount, unit in parts:
         found = measured(lines, stage, source, gpus, device_name(gpus))
         seconds = 0.0
         if given[stage]:
@@ -415,15 +419,17 @@ def times(config: Config, run, sizes: VerifierSizes, tokens: dict, lines: list[d
         else:
             rate, origin = defaults[stage], "default"
             seconds = START_SECONDS["gpu" if gpus else "core"] if part == "load" else 0.0
-        seconds += amount / rate
-        row = {"part": part, "gpus": gpus, "amount": round(amount), "unit": unit, "rate": rate}
+        seconds += amount / rate / engines_at_once
+        row = {"part": part, "gpus": gpus * engines_at_once}
+        row |= {"amount": round(amount), "unit": unit, "rate": rate}
         if part == "train":
             # Told in tokens that look all TTT steps ahead.
             row |= {"amount": round(trained * train.epochs), "steps": steps}
             row["rate"] = rate / passes(train.ttt_steps)
         rows.append(row | {"seconds": round(seconds, 1), "source": origin})
     loads = {**rows[0], "part": "bench loads", "gpus": bench.gpus}
-    loads |= {key: round(engines * rows[0][key], 1) for key in ("amount", "seconds")}
+    loads["amount"] = round(engines * sizes.weight_bytes, 1)
+    loads["seconds"] = round(engines * rows[0]["seconds"], 1)
     return [*rows, loads]
 
 

@@ -225,6 +225,8 @@ def test_the_plan_measures_each_setting_beside_the_main_one():
     }
     pairs = settings_of(planned(every_pair=True, held_out_methods="all"))
     assert pairs["s", 1, 8] == {"ngram": 8, "eagle3": 8} and len(pairs) == 7
+    together = settings_of(planned(concurrency=[8]))
+    assert together["s", 1, 8] == {"ngram": 16, "eagle3": 16} and len(together) == 4
     assert pairs[HELD_OUT, 3, 8] == dict.fromkeys(every, 5)
 
 
@@ -232,6 +234,19 @@ def test_methods_take_turns_and_none_is_always_first():
     items = [i for i in planned(draft_tokens=[3], concurrency=[1]) if i["set"] == "s"]
     order = [i["method"]["name"] for i in items]
     assert order[:6] == ["baseline", "ngram", "eagle3", "ngram", "eagle3", "baseline"]
+    # Other numbers of draft tokens are measured beside the same baseline.
+    items = [i for i in planned(concurrency=[1]) if i["set"] == "s" and i["group"] == 1]
+    order = [(i["method"]["name"], i["draft_tokens"]) for i in items]
+    assert order == [
+        ("ngram", 3),
+        ("eagle3", 3),
+        ("ngram", 1),
+        ("eagle3", 1),
+        ("ngram", 5),
+        ("eagle3", 5),
+        ("baseline", 3),
+    ]
+    items = [i for i in planned(draft_tokens=[3], concurrency=[1]) if i["set"] == "s"]
     # All first turns come before the second ones, which need the baseline's answers.
     assert [i["asked"][0][1] for i in items] == [0] * 24 + [1] * 24
     alone = [i["method"]["name"] for i in planned(interleave=False)]
