@@ -10,7 +10,6 @@ from eyrie.checkpoint import ARCHITECTURE, WEIGHTS, flat_name, layer_id_fields
 from eyrie.files import atomic, write_json
 from eyrie.reference import layer_fields
 from eyrie.shape import DraftShape
-from eyrie.shards import SAFETENSORS_DTYPES
 from eyrie.verifier import VerifierConfig, load_head, load_tensor
 
 # Frozen copies of the verifier's own tensors in a speculators draft; build_model makes them.
@@ -109,14 +108,6 @@ def flat_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         flat_name(name): t.to(torch.bfloat16) if t.is_floating_point() else t
         for name, t in model.state_dict().items()
         if not name.startswith(("embed_tokens.", "verifier_"))
-    }
-
-
-def flat_header(model: torch.nn.Module) -> dict[str, tuple[str, list[int]]]:
-    """What `read_header` would read of the flat checkpoint of a model, of one on meta too."""
-    return {
-        name: (SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape))
-        for name, tensor in flat_state(model).items()
     }
 
 

@@ -1,8 +1,10 @@
 import copy
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from snakemake.utils import update_config
 
 from eyrie.config import Config, ConfigError, load_config
 
@@ -114,3 +116,20 @@ def test_config_yaml_lists_and_explains_every_key():
     for number, line in enumerate(lines):
         if line.startswith("  ") and line.split(":")[0].strip().isidentifier():
             assert "#" in line or "#" in lines[number - 1], line
+
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda path: path.name)
+def test_every_key_that_a_document_names_is_one(file):
+    text = file.read_text()
+    named = re.findall(r"`(\w+)\.(\w+)`", text)
+    named = [(block, key) for block, key in named if isinstance(DEFAULT.get(block), dict)]
+    assert [(block, key) for block, key in named if key not in DEFAULT[block]] == []
+    examples = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert named and examples
+    for example in map(yaml.safe_load, examples):
+        config = copy.deepcopy(DEFAULT)
+        update_config(config, example)
+        load_config(config)

@@ -23,16 +23,25 @@ from eyrie.draft import (
     build_model,
     differences,
     flat_config,
-    flat_header,
+    flat_state,
     flat_tensors,
     speculator_config,
     write_flat,
 )
 from eyrie.draft_model import CPUEagle3DraftModel
+from eyrie.shards import SAFETENSORS_DTYPES
 from eyrie.verifier import load_verifier_config, read_text_config
 
 ROOT = Path(__file__).parents[2]
 IDS = [1, 2, 3]
+
+
+def flat_header(model: torch.nn.Module) -> dict[str, tuple[str, list[int]]]:
+    """What `read_header` would read of the flat checkpoint of a model, of one on meta too."""
+    return {
+        name: (SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape))
+        for name, tensor in flat_state(model).items()
+    }
 
 
 def shape(**changes) -> DraftShape:

@@ -5,7 +5,7 @@ import json
 import pytest
 import tiny
 from safetensors.torch import load_file
-from test_workflow import snakemake
+from tiny_job import snakemake
 from tiny_kimi import TEXT, make_tiny_kimi
 
 
@@ -41,6 +41,6 @@ def test_the_draft_has_the_shape_of_the_config(tree):
 
 def test_it_is_served(tree):
     bench = json.loads((tree / "bench_tiny.json").read_text())
-    assert [m["method"] for m in bench["methods"]] == ["baseline", "ngram", "eagle3"]
+    assert [m["method"] for m in bench["methods"]] == ["baseline", "eagle3"]
     assert all(m["identical"] == m["prompts"] == 8 for m in bench["methods"])
-    assert bench["methods"][2]["drafts"] > 0
+    assert bench["methods"][1]["drafts"] > 0

@@ -1,4 +1,4 @@
-"""The workflow under profiles/slurm, on a real SLURM of one node with 8 pretended GPUs."""
+"""The workflow under profiles/slurm, on a real SLURM of two nodes with 8 pretended GPUs each."""
 
 import importlib.util
 import json
@@ -10,13 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import tiny
+from tiny_job import REPORT, ROOT
 
 if not shutil.which("slurmctld") or not importlib.util.find_spec("snakemake_executor_plugin_slurm"):
     pytest.skip("needs Debian's slurm-wlm and envs/slurm.txt", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
 # Jobs that tell when they ran and on what. As training does, `long` saves its state when it is told
 # to end, and goes on from it.
 SNAKEFILE = """
@@ -45,6 +46,8 @@ rule long:
 trap "echo saved > state; exit 1" TERM; touch started; sleep 60 & wait'''
 """
 
+GPUS = ["--config", "extract={gpus: 8}"]
+
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
@@ -65,12 +68,12 @@ def folder(tmp_path) -> Path:
 
 def snakemake(folder: Path, slurm: dict, *arguments: str) -> subprocess.Popen:
     program = Path(sys.executable).with_name("snakemake")
-    options = ["--workflow-profile", "profiles/slurm", "--retries", "0"]
+    options = ["--workflow-profile", ROOT / "profiles/slurm", "--retries", "0"]
     # A real cluster has more to do than to answer every few seconds.
-    options += ["--slurm-init-seconds-before-status-checks", "5"]
+    options += ["--slurm-init-seconds-before-status-checks", "5", "--latency-wait", "5"]
     with open(folder / "output", "w") as output:
         return subprocess.Popen(
-            [program, *arguments, *options, "--config", "extract={gpus: 8}"],
+            [program, *arguments, *options],
             cwd=folder,
             env=slurm,
             stdout=output,
@@ -80,11 +83,11 @@ def snakemake(folder: Path, slurm: dict, *arguments: str) -> subprocess.Popen:
 
 
 def ended(process: subprocess.Popen, folder: Path) -> tuple[int, str]:
-    return process.wait(timeout=180), (folder / "output").read_text()
+    return process.wait(timeout=600), (folder / "output").read_text()
 
 
 def test_two_jobs_of_eight_gpus_queue_and_one_of_sixteen_is_refused(slurm, folder):
-    run = snakemake(folder, slurm, "a.json", "b.json", "sixteen", "-k")
+    run = snakemake(folder, slurm, "a.json", "b.json", "sixteen", "-k", *GPUS)
     code, output = ended(run, folder)
     assert code == 1
     assert "Requested node configuration is not available" in output
@@ -100,7 +103,7 @@ def test_two_jobs_of_eight_gpus_queue_and_one_of_sixteen_is_refused(slurm, folde
 
 
 def test_a_cancelled_job_saves_its_state_and_the_next_goes_on(slurm, folder):
-    run = snakemake(folder, slurm, "long")
+    run = snakemake(folder, slurm, "long", *GPUS)
     deadline = time.monotonic() + 60
     while not (folder / "started").exists():
         assert run.poll() is None and time.monotonic() < deadline
@@ -115,6 +118,32 @@ def test_a_cancelled_job_saves_its_state_and_the_next_goes_on(slurm, folder):
         ["squeue", "-h", "-t", "running,pending"], env=slurm, capture_output=True, check=True
     )
     assert not queue.stdout
-    code, output = ended(snakemake(folder, slurm, "long"), folder)
+    code, output = ended(snakemake(folder, slurm, "long", *GPUS), folder)
     assert code == 0, output
     assert (folder / "long").read_text() == "saved\n"
+
+
+def test_the_tiny_job_trains_on_two_nodes(slurm, finished, inputs, tmp_path):
+    """From conversations to the report. Each stage is a job; fetching stays here. Two engines share
+    the shards, and training is a process on each node, which take the steps of one that reads two
+    batches a step."""
+    (tmp_path / "inputs").symlink_to(inputs)
+    target = [REPORT, "-s", ROOT / "Snakefile", f"--configfile={ROOT / 'configs/tiny.yaml'}"]
+    target += ["--set-resources", "train:slurm_partition=both"]
+    target += ["--config", "train={nodes: 2}", "extract={nodes: 2}"]
+    code, output = ended(snakemake(tmp_path, slurm, *target), tmp_path)
+    assert code == 0, output
+    tree = tmp_path / "results/tiny"
+    assert json.loads((tree / "data/tiny/hidden.json").read_text())["made"] == 0
+    parts = [json.loads(p.read_text())["made"] for p in tree.glob("data/tiny/nodes/*/hidden.json")]
+    assert sorted(parts) == [1, 2]
+    told = subprocess.run(
+        ["scontrol", "show", "job"], env=slurm, capture_output=True, text=True, check=True
+    )
+    assert "NodeList=n[1-2]" in told.stdout
+    together, alone = (
+        pd.read_parquet(folder / "ckpt_tiny/metrics.parquet").kind.eq("step").sum()
+        for folder in (tree, finished / "results/tiny")
+    )
+    # Two epochs, each of half as many steps.
+    assert together == 2 * -(-alone // 4)
