@@ -24,6 +24,7 @@ class DraftClock:
         if drafter is None:
             return
         propose, on_gpu = drafter.propose, torch.cuda.is_available()
+        suffix = runner.speculative_config.method == "suffix"
 
         def now():
             if not on_gpu:
@@ -33,6 +34,9 @@ class DraftClock:
             return event
 
         def timed(*args, **kwargs):
+            if suffix:
+                # Its own takes no other number than it was loaded with; see eyrie.draft_tokens.
+                drafter.num_speculative_tokens = args[0]
             with torch.profiler.record_function(DRAFT_SCOPE):
                 begun = now()
                 drafted = propose(*args, **kwargs)

@@ -28,6 +28,9 @@ def speculation(method: dict, draft_tokens: int, draft_gpus: int | None) -> dict
     settings = {"method": method["kind"], "num_speculative_tokens": draft_tokens}
     if method["kind"] == "ngram":
         settings |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    if method["kind"] == "suffix":
+        # It would draft a prompt's answer from the time that it was asked before.
+        settings["suffix_decoding_max_cached_requests"] = 0
     if method["kind"] == "eagle3":
         settings["model"] = method["model"]
         if draft_gpus:

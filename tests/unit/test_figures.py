@@ -12,6 +12,7 @@ from eyrie import figures
 from eyrie.bench_plan import HELD_OUT, plan
 from eyrie.bench_prompts import BenchError
 from eyrie.engines import State
+from eyrie.serving import speculation
 
 
 def row(method: str = "eagle3", prompt: int = 0, steps=(), tokens=(1, 2, 3), **more) -> dict:
@@ -290,3 +291,9 @@ def test_suffix_is_left_out_with_the_reason_where_it_is_not_installed(tmp_path):
     args.draft = [("mine", Path("/nowhere"))]
     with pytest.raises(BenchError, match="/nowhere: no draft is there"):
         methods_of(args)
+
+
+def test_suffix_decoding_remembers_no_earlier_request():
+    """Every prompt is asked again, of another concurrency or repetition."""
+    settings = speculation({"name": "suffix", "kind": "suffix"}, 3, None)["speculative_config"]
+    assert settings["suffix_decoding_max_cached_requests"] == 0
