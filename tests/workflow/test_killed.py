@@ -47,16 +47,22 @@ def test_a_killed_benchmark_goes_on_and_measures_the_same(job, tmp_path):
     state = tmp_path / "state"
     while process.is_alive():
         lines = [line for file in state.rglob("*.jsonl") for line in file.read_text().splitlines()]
-        if sum('"seconds"' in line for line in lines) >= 5:
+        # All eight of the baseline, and two of the draft.
+        if sum('"seconds"' in line for line in lines) >= 10:
             break
         time.sleep(0.05)
     process.kill()
     process.join()
     (file,) = state.rglob("measured.jsonl")
-    before = [json.loads(line)[1] for line in file.read_text().splitlines(keepends=True)
-              if line.endswith("\n")]  # fmt: skip
+    lines = [json.loads(line) for line in file.read_text().splitlines(keepends=True)
+             if line.endswith("\n")]  # fmt: skip
+    before = [value for _, value in lines]
+    # As if the draft had changed an output's last token.
+    changed = next(v[0] for v in before if isinstance(v, list) and v[0]["method"] == "eagle3")
+    changed["tokens"][-1] = (changed["tokens"][-1] + 1) % 512
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     seconds = [row["seconds"] for value in before if isinstance(value, list) for row in value]
-    assert len(seconds) >= 5 and not (tmp_path / "bench.json").exists()
+    assert len(seconds) >= 10 and not (tmp_path / "bench.json").exists()
     deadline = time.time() + 20
     while left := processes_with(str(tmp_path)):
         assert time.time() < deadline, left
@@ -73,6 +79,11 @@ def test_a_killed_benchmark_goes_on_and_measures_the_same(job, tmp_path):
     first = json.loads((tree / "bench_tiny.json").read_text())["methods"][2]
     for name in ("acceptance_length", "acceptance_per_position", "drafts", "accepted"):
         assert eagle[name] == first[name], name
+    (parting,) = bench["partings"]
+    # Of random weights no two tokens are level.
+    assert (eagle["identical"], eagle["rounding"], eagle["faults"]) == (7, 0, 1)
+    assert parting["token"] == changed["tokens"][-1] and parting["gap"] > 0
+    assert parting["top_two"][0] == parting["baseline_token"]
     # The other draft reaches no prompt's end, so none of its drafts count.
     assert short["method"] == "eagle3, short" and short["identical"] == 8
     assert short["beyond"] == 8 and short["drafts"] == 0 and short["acceptance_length"] is None
