@@ -11,7 +11,7 @@ endif
 
 # Its name holds the hash of the lock, and it is made last: a changed lock or an interrupted
 # install is seen by the next make.
-INSTALLED := .venv/installed-$(ENV)-$(firstword $(shell cat $(LOCK) envs/slurm.txt | sha256sum))
+INSTALLED := .venv/installed-$(ENV)-$(firstword $(shell cat $(LOCK) envs/slurm.txt envs/s3.txt | sha256sum))
 PIP := .venv/bin/python -m pip install --no-deps
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -66,7 +66,7 @@ $(INSTALLED):
 ifeq ($(ENV),cpu)
 	torch=$$(grep '^torch==' $(LOCK)) && { $(PIP) $$torch || $(PIP) --index-url $(TORCH_CPU_INDEX) $$torch; }
 endif
-	$(PIP) -r $(LOCK) -r envs/slurm.txt
+	$(PIP) -r $(LOCK) -r envs/slurm.txt -r envs/s3.txt
 	touch $@
 
 .PHONY: lock

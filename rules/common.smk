@@ -85,6 +85,11 @@ if "gpu" in workflow.global_resources:
 elif workflow.resource_settings.nodes is None and not workflow.remote_exec:
     workflow.global_resources["gpu"] = Resource("gpu", GPUS)
 
+# Snakemake's S3 plugin remembers of a folder that it was not there, and misses what a pod uploads.
+if workflow.storage_settings.default_storage_provider == "s3":
+    bucket = workflow.storage_registry.default_storage_provider
+    bucket.get_storage_object_cls().is_dir = lambda folder: any(folder.get_subkeys())
+
 # Snakemake says that its lock can be removed, but not with which command, nor when.
 locked = any(Path(".snakemake/locks").glob("*")) and not workflow.remote_exec
 if locked and "--unlock" not in sys.argv and not runs_here():
@@ -221,6 +226,15 @@ def states_mb(data):
     return states_at_most(C, data, VERIFIER.hidden_size if VERIFIER else guess) // 10**6
 
 
+def copied_mb(data=None):
+    """The disk of a job's own copies, which it gets where results are in a bucket: of the verifier,
+    and of a data set's states."""
+    if workflow.storage_settings.default_storage_provider is None:
+        return 0
+    verifier = round(VERIFIER.weight_bytes / 10**6) if VERIFIER else UNKNOWN_MB
+    return verifier + (states_mb(data) if data else 0)
+
+
 def memory_mb(stage):
     """The host's memory that extract, train, check or bench needs, for the run that a job is of."""
 
@@ -244,10 +258,9 @@ def verifier_mb(wildcards):
 
 def training_mb(wildcards):
     """The disk that a run's checkpoints and training states take."""
-    if not VERIFIER:
-        return UNKNOWN_MB
     run, layers = C.runs[wildcards.run], len(C.extract.layer_ids)
-    return training_bytes(run, VERIFIER.text, layers)["disk"] // 10**6
+    own = training_bytes(run, VERIFIER.text, layers)["disk"] // 10**6 if VERIFIER else UNKNOWN_MB
+    return own + copied_mb(run.data)
 
 
 def halved(bound):
@@ -289,18 +302,19 @@ def launch(wildcards):
 def init_from(wildcards):
     """The draft to start from, if there is one."""
     folder = C.runs[wildcards.run].train.init_from
-    return [folder] if folder else []
+    return [local(folder)] if folder else []
 
 
 def prompt_files():
     """Every file of prompts that a run is benchmarked on, beside the fetched one."""
-    return sorted({file for run in C.runs.values() for file in run.bench.prompt_files.values()})
+    files = {file for run in C.runs.values() for file in run.bench.prompt_files.values()}
+    return [local(file) for file in sorted(files)]
 
 
 def bench_of(wildcards):
     """What a run's benchmark reads of other drafts and prompts."""
     bench = C.runs[wildcards.run].bench
-    return [*bench.drafts.values(), *bench.prompt_files.values()]
+    return [local(path) for path in (*bench.drafts.values(), *bench.prompt_files.values())]
 
 
 def named(block, key):

@@ -22,7 +22,8 @@ for data in C.data:
             resources:
                 gpu=C.extract.gpus,
                 # What links has no state to write.
-                disk_mb=(
+                disk_mb=copied_mb()
+                + (
                     states_mb(data) * len(shards) // len(shard_names(data))
                     if len(after) == 1
                     else 0

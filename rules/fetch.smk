@@ -1,6 +1,6 @@
 rule fetch_verifier:
     input:
-        [C.verifier.chat_template] if C.verifier.chat_template else [],
+        [local(C.verifier.chat_template)] if C.verifier.chat_template else [],
     output:
         folder=directory(f"{R}/verifier"),
         identity=f"{R}/verifier.json",

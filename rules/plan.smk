@@ -1,4 +1,5 @@
-# A second's work, done first, so that a run can be compared with what was expected of it.
+# A second's work, done first, so that a run can be compared with what was expected of it. Local, as
+# only there is what earlier stages measured, and a local verifier.
 rule plan:
     input:
         sizes_from,
@@ -7,6 +8,7 @@ rule plan:
     log:
         f"{R}/logs/plan_{{run}}.jsonl",
     priority: 100
+    localrule: True
     conda:
         ENV
     resources:
@@ -21,6 +23,7 @@ rule plan:
         python "$SCRIPTS/plan.py" \
             --settings {params.settings:q} \
             --run {wildcards.run:q} \
+            --verifier {input:q} \
             --json {output:q} \
             --log {log:q}
         """

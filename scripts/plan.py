@@ -163,6 +163,9 @@ def main() -> None:
     )
     parser.add_argument("--settings", help="the whole config as JSON, in place of files")
     parser.add_argument("--run", required=True, help="the run's name")
+    parser.add_argument(
+        "--verifier", nargs="*", help="its folder, where it is not in the results' own"
+    )
     parser.add_argument("--json", type=Path, help="file to write the plan to")
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
@@ -170,6 +173,8 @@ def main() -> None:
         config = (
             load_config(json.loads(args.settings)) if args.settings else read_config(args.config)
         )
+        if args.verifier:
+            config.plan.verifier = args.verifier[0]
         plan = make_plan(config, args.run, free_bytes(config))
     except (ConfigError, ValueError, OSError, yaml.YAMLError) as error:
         sys.exit(f"plan: {error}")

@@ -253,6 +253,20 @@ def test_a_mistake_is_one_clear_line(tmp_path, arguments, message):
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_fetched_verifier_may_lie_elsewhere(tmp_path):
+    """As the copy does that a job gets from a bucket."""
+    Path("hub.yaml").write_text("verifier: {source: 'hf:a/b@main', sha256: null}")
+    known = json.loads((ROOT / "configs/reference/smollm2_135m.json").read_text())["config"]
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy/config.json").write_text(json.dumps(known))
+    options = ["--config", "hub.yaml", "--run", "1k", "--json", "plan.json"]
+    done = run_plan(*options, "--verifier", "copy")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(Path("plan.json").read_text())["states"]["hidden_size"] == 576
+    # As the rule names none where it is known.
+    assert "are not known" in run_plan(*options, "--verifier").stderr
+
+
 def test_a_plan_needs_no_heavy_import():
     code = "import sys, plan; print({'torch', 'transformers', 'vllm', 'numpy'} & {*sys.modules})"
     command = [sys.executable, "-c", code]
