@@ -74,7 +74,11 @@ PREFLIGHT_ENGINE = shlex.join(
 # A limit set here survives `--resources other=1`, which replaces the profile's: without one,
 # Snakemake ignores the resource and two GPU jobs overlap. To a job that needs more than the limit it
 # would give fewer without a word. `nodes` is the number of jobs on a cluster, which has its own queue.
-GPUS = max(C.extract.gpus, 1, *(g for r in C.runs.values() for g in (r.train.gpus, r.bench.gpus)))
+GPUS = max(
+    C.extract.gpus,
+    1,
+    *(g for r in C.runs.values() for g in (r.train.gpus * r.train.nodes, r.bench.gpus)),
+)
 if "gpu" in workflow.global_resources:
     if workflow.global_resources["gpu"].value < GPUS:
         raise WorkflowError(
@@ -268,9 +272,10 @@ def halved(bound):
     return lambda wildcards, attempt: max(1, bound >> (attempt - 1))
 
 
-def all_gpus(block):
-    """The GPUs of a job that is on several machines."""
-    return block.gpus * block.nodes
+def all_gpus(wildcards):
+    """The GPUs of a run's training, on all of its machines."""
+    train = C.runs[wildcards.run].train
+    return train.gpus * train.nodes
 
 
 def if_several(value):

@@ -14,7 +14,7 @@ rule train:
         ENV
     threads: workflow.cores
     resources:
-        gpu=lambda wildcards: all_gpus(C.runs[wildcards.run].train),
+        gpu=all_gpus,
         # By these the SLURM plugin leaves it to the job to start a process on each machine.
         nodes=of_run("train", "nodes"),
         mpi=if_several(lambda nodes: "srun"),

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,11 @@ json.dump([began, time.time(), os.environ['CUDA_VISIBLE_DEVICES']], open('{outpu
 rule killed:
     output: "killed"
     shell: '''python -c "import os; os.kill(os.getpid(), 9)"'''
+
+rule retried:
+    output: "retried"
+    resources: prefill=halved(5)
+    shell: "echo {resources.prefill} >> tried; test {resources.prefill} = 1 && mv tried {output}"
 """
 
 
@@ -36,9 +42,9 @@ def folder(tmp_path) -> Path:
     return tiny.make_workflow(tmp_path, SNAKEFILE)
 
 
-def run(folder: Path, *options: str) -> subprocess.CompletedProcess:
+def run(folder: Path, *options: str, config: Sequence[str] = ()) -> subprocess.CompletedProcess:
     snakemake = Path(sys.executable).with_name("snakemake")
-    command = [snakemake, "-j", "2", *options, "--config", "extract={gpus: 8}"]
+    command = [snakemake, "-j", "2", *options, "--config", "extract={gpus: 8}", *config]
     return subprocess.run(
         ["env", "CUDA_VISIBLE_DEVICES=7,6,5,4,3,2,1,0", *command],
         cwd=folder,
@@ -77,3 +83,16 @@ def test_a_job_killed_for_want_of_memory_says_what_to_lower(folder):
     done = run(folder, "killed")
     assert done.returncode == 1
     assert "killed by signal 9, most often for want of memory: lower extract.max" in done.stderr
+
+
+def test_each_further_attempt_takes_half(folder):
+    done = run(folder, "retried", "--retries", "3")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "retried").read_text().split() == ["5", "2", "1"]
+
+
+def test_training_on_several_machines_needs_the_gpus_of_all(folder):
+    done = run(folder, config=["train={gpus: 8, nodes: 2}"])
+    assert done.returncode == 1
+    assert "a job needs 16 GPUs, and Snakemake may give 8" in done.stderr
+    assert "on a cluster take --workflow-profile" in done.stderr
