@@ -6,7 +6,7 @@ import pytest
 
 # Nothing in a test may look for a model on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Two tests run at a time; with a thread each, neither waits for the other's.
+# Several tests run at a time; with a thread each, none waits for another's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 

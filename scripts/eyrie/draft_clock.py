@@ -24,7 +24,7 @@ class DraftClock:
         if drafter is None:
             return
         propose, on_gpu = drafter.propose, torch.cuda.is_available()
-        suffix = runner.speculative_config.method == "suffix"
+        suffix = type(drafter).__name__ == "SuffixDecodingProposer"
 
         def now():
             if not on_gpu:

@@ -175,7 +175,7 @@ IN_THE_TOKENS = {
 IN_THE_VERIFIER = {"source", "sha256", "chat_template", "trust_remote_code"}
 CHANGE_NO_NUMBER = {
     "gpus", "gpu_memory_utilization", "kv_cache_gib", "max_num_seqs", "max_num_batched_tokens",
-    "runtime",
+    "runtime", "nodes",
 }  # fmt: skip
 
 

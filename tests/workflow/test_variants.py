@@ -71,15 +71,16 @@ def test_several_turns_are_answered_in_one_load(job):
 
 
 def test_two_engines_share_the_shards(job):
-    config = ["results=results/nodes", "extract={nodes: 2}"]
-    output = snakemake(job, "results/nodes/data/tiny/hidden.json", "--config", *config)
+    hidden, store = job / "results/tiny/data/tiny/hidden", job / "results/tiny/.state/store"
+    alone = {path.name: path.read_bytes() for path in hidden.iterdir()}
+    shutil.rmtree(hidden)
+    shutil.rmtree(store)
+    target = "results/tiny/data/tiny/hidden.json"
+    output = snakemake(job, target, "--config", "extract={nodes: 2}")
     for told in ("1 shards, 0 in the store, 1 to make", "2 shards, 0 in the store, 2 to make"):
         assert told in output
     assert "3 shards, 3 in the store, 0 to make" in output
-    for path in (job / "results/tiny/data/tiny/hidden").iterdir():
-        assert (
-            job / "results/nodes/data/tiny/hidden" / path.name
-        ).read_bytes() == path.read_bytes()
+    assert {path.name: path.read_bytes() for path in hidden.iterdir()} == alone
 
 
 def test_a_map_of_other_data_or_another_size_is_refused(job, tmp_path):
