@@ -55,7 +55,7 @@ test: $(INSTALLED)
 	.venv/bin/ruff format --check
 	$(IN_VENV) .venv/bin/snakefmt --check Snakefile rules
 	.venv/bin/snakemake --lint
-	$(IN_VENV) .venv/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/workflow tests/unit
+	$(IN_VENV) .venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/workflow tests/unit
 
 # A .venv of the other ENV, or one only half made, is made anew. torch+cpu is not on PyPI.
 $(INSTALLED):

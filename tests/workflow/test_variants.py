@@ -70,7 +70,9 @@ def test_several_turns_are_answered_in_one_load(job):
     assert sum(json.loads(line)["answers"] for line in log) == 48
 
 
-def test_two_engines_share_the_shards(job):
+def test_two_engines_share_the_shards(finished, tmp_path):
+    job = tmp_path / "job"
+    subprocess.run(["cp", "-a", finished, job], check=True)
     hidden, store = job / "results/tiny/data/tiny/hidden", job / "results/tiny/.state/store"
     alone = {path.name: path.read_bytes() for path in hidden.iterdir()}
     shutil.rmtree(hidden)
