@@ -157,9 +157,10 @@ def asked_for(data):
     return [run for run in C.runs if run in names and C.runs[run].data == data]
 
 
-def token_shards(data):
-    """The token shards of a data set."""
-    return expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=shard_names(data))
+def token_shards(data, names=None):
+    """The token shards of a data set, or those of these numbers."""
+    names = shard_names(data) if names is None else names
+    return expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=names)
 
 
 def data_of(wildcards):

@@ -7,7 +7,7 @@ for data in C.data:
             name:
                 f"extract_{name}"
             input:
-                shards=expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=shards),
+                shards=token_shards(data, shards),
                 verifier=f"{R}/verifier",
                 identity=f"{R}/verifier.json",
                 after=after,

@@ -161,12 +161,15 @@ def make_verifier(folder: Path, template: str | None = CHATML, config_class=Llam
     return folder
 
 
-def make_workflow(folder: Path, snakefile: str) -> Path:
-    """A workflow of other rules with the project's own profile and common.smk."""
+def make_workflow(folder: Path, snakefile: str | None = None) -> Path:
+    """The project's own workflow, or one of other rules with its profiles and common.smk."""
     root = Path(__file__).parents[1]
-    for name in ("config.yaml", "rules", "scripts", "templates", "profiles", "envs"):
+    for name in ("config.yaml", "configs", "rules", "scripts", "templates", "profiles", "envs"):
         (folder / name).symlink_to(root / name)
-    (folder / "Snakefile").write_text(snakefile)
+    if snakefile is None:
+        (folder / "Snakefile").symlink_to(root / "Snakefile")
+    else:
+        (folder / "Snakefile").write_text(snakefile)
     return folder
 
 

@@ -114,9 +114,7 @@ def readme_dry_runs() -> list[str]:
 @pytest.mark.parametrize("command", readme_dry_runs())
 def test_dry_runs_that_the_readme_names_run(tmp_path, command):
     options = command.split()[1:]
-    for name in ("Snakefile", "config.yaml", "configs", "rules", "scripts", "templates",
-                 "profiles", "envs"):  # fmt: skip
-        (tmp_path / name).symlink_to(ROOT / name)
+    tiny.make_workflow(tmp_path)
     snakemake = Path(sys.executable).with_name("snakemake")
     done = subprocess.run(
         [snakemake, *options], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from tiny_job import REPORT, ROOT, jobs_of, snakemake
+from tiny_job import REPORT, jobs_of, snakemake
 
 boto3, server, *_ = (
     pytest.importorskip(name, reason="needs envs/s3.txt", exc_type=ImportError)
@@ -114,9 +114,7 @@ def test_a_folder_that_a_pod_uploads_is_seen(bucket, tmp_path):
 
 
 def test_the_profile_for_pods_plans_a_job_on_gpus(bucket, tmp_path):
-    for name in ("config.yaml", "configs", "rules", "scripts", "templates", "profiles", "envs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "Snakefile").symlink_to(ROOT / "Snakefile")
+    tiny.make_workflow(tmp_path)
     options = ["--workflow-profile", "profiles/kubernetes", *STORAGE]
     options += ["--configfile=configs/kimi_k25.yaml"]
     output = run(tmp_path, "-n", *options, "results/kimi_k25/ckpt_1k")
