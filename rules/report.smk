@@ -1,3 +1,37 @@
+# Apart from the report, so that an edit of a template or of a text draws nothing again.
+rule draw:
+    input:
+        checkpoint=f"{R}/ckpt_{{run}}",
+        vocab=f"{R}/vocab_{{run}}.json",
+        hidden=lambda wildcards: f"{R}/data/{data_of(wildcards)}/hidden.json",
+        bench=f"{R}/bench_{{run}}.json",
+    output:
+        directory(f"{R}/report_{{run}}"),
+    log:
+        f"{R}/logs/draw_{{run}}.jsonl",
+    wildcard_constraints:
+        # The folder's name would match that of every page.
+        run=r"[^/]+(?<!\.html)(?<!\.md)(?<!\.json)",
+    localrule: True
+    conda:
+        ENV
+    resources:
+        runtime=5,
+        mem_mb=SMALL_MB,
+    params:
+        code=code_hash("draw"),
+    shell:
+        """
+        python "$SCRIPTS/draw.py" \
+            --checkpoint {input.checkpoint:q} \
+            --vocab {input.vocab:q} \
+            --hidden {input.hidden:q} \
+            --bench {input.bench:q} \
+            --out {output:q} \
+            --log {log:q}
+        """
+
+
 rule report:
     input:
         shards=lambda wildcards: f"{R}/data/{data_of(wildcards)}/shards.json",
@@ -11,6 +45,7 @@ rule report:
         # So that whoever has the report has the card in the checkpoint.
         card=f"{R}/card_{{run}}.md",
         measurements=f"{R}/bench_{{run}}.csv",
+        figures=f"{R}/report_{{run}}",
         identities=[
             f"{R}/verifier.json",
             *expand(f"{R}/conversations/{{number}}.json", number=range(len(C.conversations))),
@@ -19,12 +54,10 @@ rule report:
     output:
         page=f"{R}/report_{{run}}.html",
         markdown=f"{R}/report_{{run}}.md",
-        figures=directory(f"{R}/report_{{run}}"),
     log:
         f"{R}/logs/report_{{run}}.jsonl",
     wildcard_constraints:
-        # The folder's name would match that of every other page.
-        run=r"(?!sweep\.)[^/]+(?<!\.html)(?<!\.md)",
+        run=r"(?!sweep\.)[^/]+",
     localrule: True
     conda:
         ENV
@@ -47,10 +80,10 @@ rule report:
             --check {input.check:q} \
             --bench {input.bench:q} \
             --measurements {input.measurements:q} \
+            --figures {input.figures:q} \
             --identities {input.identities:q} \
             --out {output.page:q} \
             --markdown {output.markdown:q} \
-            --figures {output.figures:q} \
             --log {log:q}
         """
 

@@ -9,135 +9,12 @@ import json
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
-from markupsafe import Markup
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eyrie.benchmark_page import benchmark
 from eyrie.files import atomic
 from eyrie.markdown import to_markdown
-from eyrie.page import (
-    COLOURS,
-    SERIES,
-    canvas,
-    duration,
-    fill,
-    fixed,
-    svg,
-    write_figures,
-    write_page,
-)
-
-# A curve of training steps has this many points, each the mean of as many steps as that takes.
-CURVE_POINTS = 100
-
-
-def plot_training(metrics: pd.DataFrame, column: str, label: str, chosen: int) -> Markup:
-    """Draw `column`_0, `column`_1, ... over the steps: training thin, held-out epochs as dots."""
-    figure, axes = canvas()
-    steps = metrics[metrics["kind"] == "step"]
-    epochs = metrics[metrics["kind"] == "epoch"]
-    curve = steps.groupby(np.arange(len(steps)) // smoothing(steps)).mean(numeric_only=True)
-    for position in range(positions(metrics)):
-        name, colour = f"{column}_{position}", SERIES[position % len(SERIES)]
-        axes.plot(curve["step"], curve[name], color=colour, linewidth=1, alpha=0.55)
-        axes.plot(
-            epochs["step"], epochs[name], "o-", color=colour, label=f"position {position + 1}"
-        )
-    axes.axvline(
-        epochs.set_index("epoch")["step"][chosen],
-        color=COLOURS["muted"],
-        linewidth=0.9,
-        linestyle=(0, (4, 3)),
-        zorder=0,
-        label=f"epoch {chosen}, chosen",
-    )
-    if column == "full_acc":
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.set_xlabel("training step")
-    axes.set_ylabel(label)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(axis="y")
-    return svg(figure, f"{label} of each draft position over the training steps")
-
-
-def plot_acceptance_length(metrics: pd.DataFrame, chosen: int, served: dict) -> Markup:
-    """Draw the acceptance length that each epoch's held-out accuracy amounts to, and the served
-    one."""
-    figure, axes = canvas()
-    epochs = metrics[metrics["kind"] == "epoch"].set_index("epoch")["acceptance_length"]
-    axes.plot(epochs.index, epochs, "o-", color=COLOURS["accent"], label="estimated, held out")
-    axes.plot(
-        [chosen],
-        [epochs[chosen]],
-        "o",
-        markersize=10,
-        fillstyle="none",
-        color=COLOURS["accent"],
-        label=f"epoch {chosen}, chosen",
-    )
-    if served["acceptance_length"] is not None:
-        axes.axhline(
-            served["acceptance_length"],
-            color=COLOURS["series-2"],
-            linestyle=(0, (5, 3)),
-            label=f"served: {fixed(served['acceptance_length'])}",
-        )
-    axes.set_ylim(1)
-    axes.margins(y=0.15)
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("acceptance length")
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    axes.grid(axis="y")
-    return svg(figure, "Acceptance length: estimated on held-out rows each epoch, and served")
-
-
-def plot_vocabulary(vocab: dict) -> Markup:
-    """Draw the share of supervised tokens that the most frequent 256, 512, ... cover."""
-    figure, axes = canvas()
-    curve = {int(size): share for size, share in vocab["coverage_by_size"].items()}
-    axes.plot(curve.keys(), curve.values(), "o-", color=COLOURS["accent"], label="by frequency")
-    axes.plot(
-        [vocab["draft_vocab_size"]],
-        [vocab["coverage"]],
-        "D",
-        markersize=7,
-        color=COLOURS["series-2"],
-        label=f"this draft: {vocab['draft_vocab_size']:,}",
-    )
-    axes.set_xscale("log", base=2)
-    shown = list(curve)[:: max(len(curve) // 4, 1)]
-    axes.set_xticks(shown, [f"{size:,}" for size in shown])
-    axes.minorticks_off()
-    axes.set_xlabel("draft vocabulary, tokens")
-    axes.set_ylabel("supervised tokens covered")
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.grid(axis="y")
-    return svg(figure, "Coverage of supervised tokens over the size of the draft vocabulary")
-
-
-def plot_norms(hidden: dict) -> Markup:
-    """Draw the mean norm of each layer's stored states."""
-    figure, axes = canvas(2.6)
-    layers = [str(layer) for layer in hidden["layer_ids"]]
-    bars = axes.bar(layers, hidden["layer_norms"], color=COLOURS["accent"], width=0.55)
-    axes.bar_label(bars, [fixed(n, 1) for n in hidden["layer_norms"]], padding=3)
-    axes.margins(y=0.14)
-    axes.set_xlabel("layer that the state enters; the last is the final norm")
-    axes.set_ylabel("mean norm")
-    axes.grid(axis="y")
-    return svg(figure, "Mean norm of the hidden states of each layer")
-
-
-def positions(metrics: pd.DataFrame) -> int:
-    return sum(column.startswith("full_acc_") for column in metrics)
-
-
-def smoothing(steps: pd.DataFrame) -> int:
-    """Return how many training steps one point of a curve is the mean of."""
-    return -(-len(steps) // CURVE_POINTS)
+from eyrie.page import duration, fill, inline, positions, smoothing, write_page
 
 
 def stages(data: dict, checkpoint: Path) -> list[dict]:
@@ -242,9 +119,11 @@ def sglang_command(verifier: Path, checkpoint: Path, draft_tokens: int) -> str:
     )
 
 
-def render(template: Path, run: str, verifier: Path, checkpoint: Path, data: dict) -> str:
-    """Return the page. `data` holds the loaded files by their option's name, and `manifest` and
-    `metrics` of the checkpoint.
+def render(
+    template: Path, run: str, verifier: Path, checkpoint: Path, figures: Path, data: dict
+) -> str:
+    """Return the page. `figures` is the folder of draw.py. `data` holds the loaded files by their
+    option's name, and `manifest` and `metrics` of the checkpoint.
 
     Raises:
         KeyError, TypeError, jinja2.UndefinedError: a file lacks something that the page shows.
@@ -270,13 +149,7 @@ def render(template: Path, run: str, verifier: Path, checkpoint: Path, data: dic
         planned=planned(data),
         serve=serve_command(verifier, checkpoint, draft["draft_tokens"]),
         sglang=sglang_command(verifier, checkpoint, draft["draft_tokens"]),
-        plots={
-            "loss": plot_training(metrics, "loss", "loss", chosen),
-            "accuracy": plot_training(metrics, "full_acc", "accuracy, cumulative", chosen),
-            "length": plot_acceptance_length(metrics, chosen, draft),
-            "vocabulary": plot_vocabulary(data["vocab"]),
-            "norms": plot_norms(data["hidden"]) if "layer_norms" in data["hidden"] else None,
-        },
+        plots={path.stem: inline(path.read_text()) for path in figures.glob("*.svg")},
     )
 
 
@@ -292,10 +165,10 @@ def main() -> None:
     parser.add_argument("--check", type=Path, required=True, help="check_RUN.json")
     parser.add_argument("--bench", type=Path, required=True, help="bench_RUN.json")
     parser.add_argument("--measurements", type=Path, required=True, help="bench_RUN.csv")
+    parser.add_argument("--figures", type=Path, required=True, help="the folder of draw.py")
     parser.add_argument("--identities", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--markdown", type=Path, help="the same in Markdown; needs --figures")
-    parser.add_argument("--figures", type=Path, help="folder of the figures as SVG and PNG")
+    parser.add_argument("--markdown", type=Path, help="the same in Markdown")
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
 
@@ -315,11 +188,10 @@ def main() -> None:
     }
     # A verifier's identity lies beside its folder, under the same name.
     verifier = next(p for p in args.identities if p.stem == "verifier").with_suffix("")
-    page = render(args.template, args.run, verifier, args.checkpoint, data)
-    if args.figures:
-        figures = write_figures(args.figures)
+    page = render(args.template, args.run, verifier, args.checkpoint, args.figures, data)
+    if args.markdown:
         with atomic(args.markdown) as partial:
-            partial.write_text(to_markdown(page, figures))
+            partial.write_text(to_markdown(page, args.figures))
     write_page(args.out, page, args.log)
     print(f"report: {args.out}")
 

@@ -10,12 +10,13 @@ import math
 from pathlib import Path
 
 import pandas as pd
-from markupsafe import Markup
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from safetensors import safe_open
 
+from eyrie.drawing import SERIES, canvas, finish, plot_positions, svg
 from eyrie.files import write_json
-from eyrie.page import SERIES, canvas, fill, fixed, plain, plot_positions, svg, write_page
+from eyrie.page import fill, fixed, inline, plain, write_page
 
 
 def read_draft(checkpoint: Path, *files: Path) -> dict:
@@ -124,7 +125,7 @@ def verdict(drafts: list[dict]) -> dict:
     }
 
 
-def plot_estimates(drafts: list[dict], column: str, label: str) -> Markup:
+def plot_estimates(drafts: list[dict], column: str, label: str) -> Figure:
     """Draw the acceptance length estimated after each epoch, one line a draft."""
     figure, axes = canvas()
     for number, draft in enumerate(drafts):
@@ -134,7 +135,7 @@ def plot_estimates(drafts: list[dict], column: str, label: str) -> Markup:
     axes.set_ylabel("acceptance length, held out")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=column == "epoch"))
     axes.grid(axis="y")
-    return svg(figure, f"Acceptance length estimated on held-out rows over {label}")
+    return finish(figure, f"Acceptance length estimated on held-out rows over {label}")
 
 
 def render(template: Path, drafts: list[dict]) -> str:
@@ -150,6 +151,11 @@ def render(template: Path, drafts: list[dict]) -> str:
         (d["run"], d["per_position"], {"color": SERIES[n % len(SERIES)]})
         for n, d in enumerate(drafts)
     ]
+    figures = {
+        "epochs": plot_estimates(drafts, "epoch", "epoch"),
+        "positions": plot_positions(bars),
+        "time": plot_estimates(drafts, "minutes", "minutes of training"),
+    }
     return fill(
         template,
         drafts=drafts,
@@ -159,11 +165,7 @@ def render(template: Path, drafts: list[dict]) -> str:
         keys=differing([draft["config"] for draft in drafts]),
         served_positions=max(len(draft["per_position"]) for draft in drafts),
         positions=positions,
-        plots={
-            "epochs": plot_estimates(drafts, "epoch", "epoch"),
-            "positions": plot_positions(bars),
-            "time": plot_estimates(drafts, "minutes", "minutes of training"),
-        },
+        plots={name: inline(svg(figure)) for name, figure in figures.items()},
     )
 
 

@@ -1,29 +1,15 @@
-"""What the report tells of the benchmark: its verdict, notes and figures.
+"""What the report tells of the benchmark: its verdict and notes.
 
 All of it comes from the benchmark's summary and from the rows of its CSV.
 """
 
-import numpy as np
 import pandas as pd
-from markupsafe import Markup
-from matplotlib.ticker import MaxNLocator
 
 from eyrie import figures
-from eyrie.page import COLOURS, SERIES, canvas, fixed, plot_positions, svg
+from eyrie.page import fixed
 
 # A gap between the acceptance length that training estimated and the one served that is no noise.
 GAP = 0.1
-
-
-def colour(method: str) -> str:
-    known = {
-        "baseline": COLOURS["plain"],
-        "ngram": COLOURS["series-2"],
-        "suffix": COLOURS["series-3"],
-        "eagle3": COLOURS["accent"],
-    }
-    # Further drafts, by their names, as the same one has one colour on all figures.
-    return known.get(method, SERIES[3 + sum(method.encode()) % 2])
 
 
 def times(speedup: float) -> str:
@@ -109,86 +95,12 @@ def categories(bench: dict, measurements: pd.DataFrame) -> list[dict]:
     return figures.by_category(main.to_dict("records"))
 
 
-def plot_speed(methods: list[dict]) -> Markup:
-    """Draw tokens/s of each method as a bar."""
-    figure, axes = canvas(2.8)
-    bars = axes.barh(
-        [m["method"] for m in methods],
-        [m["tokens_per_s"] for m in methods],
-        color=[colour(m["method"]) for m in methods],
-        height=0.55,
-    )
-    axes.bar_label(bars, [fixed(m["tokens_per_s"], 1) for m in methods], padding=4)
-    axes.margins(x=0.14)
-    axes.invert_yaxis()
-    axes.set_xlabel("tokens/s")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(left=False)
-    axes.grid(axis="x")
-    return svg(figure, "Tokens per second of each method")
-
-
-def plot_acceptance(methods: list[dict], held_out: dict | None) -> Markup:
-    """Draw how often each draft position was accepted when served, and the held-out estimate."""
-    series = [
-        (f"{m['method']}, served", m["acceptance_per_position"], {"color": colour(m["method"])})
-        for m in methods
-        if m["acceptance_per_position"]
-    ]
-    if held_out:
-        hollow = {"facecolor": "none", "edgecolor": COLOURS["accent"], "linewidth": 1.2}
-        series.append(("eagle3, held out", held_out["estimated_per_position"], hollow))
-    return plot_positions(series)
-
-
-def plot_speedups(cells: list[dict], over: str, label: str) -> Markup:
-    """Draw the speed-up of each drafting method, its spread as a bar, over a key of the cells."""
-    figure, axes = canvas(2.8)
-    axes.axhline(1, color=COLOURS["plain"], linewidth=1.2, label="baseline")
-    for method in dict.fromkeys(c["method"] for c in cells if c["method"] != "baseline"):
-        mine = sorted((c for c in cells if c["method"] == method), key=lambda c: c[over])
-        x, y = ([cell[name] for cell in mine] for name in (over, "speedup"))
-        low, high = np.array([cell["spread"] or [cell["speedup"]] * 2 for cell in mine]).T
-        # The median of resamples may lie a little off the figure itself.
-        errors = [np.maximum(y - low, 0), np.maximum(high - y, 0)]
-        axes.errorbar(
-            x, y, errors, fmt="o-", color=colour(method), capsize=3, elinewidth=0.9, label=method
-        )
-    axes.set_xlabel(label)
-    axes.set_ylabel("speed-up")
-    axes.set_ylim(0)
-    axes.margins(x=0.1, y=0.12)
-    if over == "concurrency":
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.minorticks_off()
-        axes.set_xticks(sorted({cell[over] for cell in cells}))
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="y")
-    return svg(figure, f"Speed-up of each method over {label}")
-
-
 def benchmark(bench: dict, measurements: pd.DataFrame, supervised_tokens: int) -> dict:
     """Return what templates/benchmark.html shows; `supervised_tokens` are those trained on."""
-    opening = verdict(bench)
-    draft, held_out = opening["draft"], bench["held_out"]
-    main = [cell for cell in bench["cells"] if cell["set"] == draft["set"]]
-    over_concurrency = [c for c in main if c["draft_tokens"] in (0, draft["draft_tokens"])]
-    over_tokens = [
-        c for c in main if c["concurrency"] == draft["concurrency"] and c["draft_tokens"]
-    ]
-    plots = {"positions": plot_acceptance(bench["methods"], held_out)}
-    if len({cell["concurrency"] for cell in main}) > 1:
-        plots["speed"] = plot_speedups(over_concurrency, "concurrency", "requests at once")
-    else:
-        plots["speed"] = plot_speed(bench["methods"])
-    if len({cell["draft_tokens"] for cell in over_tokens}) > 1:
-        plots["tokens"] = plot_speedups(over_tokens, "draft_tokens", "draft tokens")
+    held_out = bench["held_out"]
     gap = held_out and held_out["acceptance_length"] - held_out["estimated_acceptance_length"]
     return {
-        "verdict": opening,
-        "plots": plots,
+        "verdict": verdict(bench),
         "categories": categories(bench, measurements),
         "gap": gap,
         "apart": held_out is not None and abs(gap) > GAP,

@@ -2,6 +2,7 @@
 shown. What was text on the page is text here, whatever characters it holds."""
 
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -102,9 +103,13 @@ class Markdown(HTMLParser):
         self.parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
-def to_markdown(page: str, figures: dict[str, Path]) -> str:
-    """The page as Markdown, its figures as links to their files."""
-    reader = Markdown(figures)
+def to_markdown(page: str, figures: Path) -> str:
+    """The page as Markdown, its figures as links to the PNGs beside the SVGs in their folder."""
+    labels = {}
+    for file in figures.glob("*.svg"):
+        (label,) = re.findall('aria-label="([^"]*)"', file.read_text())
+        labels[unescape(label)] = Path(figures.name, f"{file.stem}.png")
+    reader = Markdown(labels)
     reader.feed(page)
     reader.flush()
     return "\n\n".join(reader.parts) + "\n"

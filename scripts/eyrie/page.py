@@ -1,20 +1,16 @@
-"""What the pages share: how their figures are drawn, their numbers written and their templates
+"""What the pages share: how their figures are shown, their numbers written and their templates
 filled."""
 
 import base64
 import hashlib
-import io
 import json
+import math
 import re
-import shutil
 from pathlib import Path
 
-import matplotlib
-import numpy as np
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from markupsafe import Markup
 
 from eyrie.files import atomic, log_line
 
@@ -31,108 +27,27 @@ COLOURS = {
     "series-4": "#2e7d4f",
     "series-5": "#a8325e",
 }
-SERIES = [COLOURS["accent"], *(COLOURS[f"series-{n}"] for n in range(2, 6))]
-
-matplotlib.rcParams.update(
-    {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "eyrie",
-        # A name from the data may hold a dollar sign.
-        "text.parse_math": False,
-        "font.size": 10,
-        "text.color": COLOURS["ink"],
-        "axes.labelcolor": COLOURS["muted"],
-        "axes.edgecolor": COLOURS["rule"],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "grid.color": COLOURS["rule"],
-        "grid.linewidth": 0.6,
-        "xtick.color": COLOURS["rule"],
-        "ytick.color": COLOURS["rule"],
-        "xtick.labelcolor": COLOURS["muted"],
-        "ytick.labelcolor": COLOURS["muted"],
-        "legend.frameon": False,
-        "legend.fontsize": 9,
-        "legend.columnspacing": 1.2,
-        "legend.handlelength": 1.5,
-        "lines.linewidth": 1.6,
-        "lines.markersize": 4,
-    }
-)
+# A curve of training steps has this many points, each the mean of as many steps as that takes.
+CURVE_POINTS = 100
 
 
-# Every figure that this process drew, by what is read aloud of it, and its SVG in plain colours.
-DRAWN: dict[str, tuple[Figure, str]] = {}
+def positions(metrics: pd.DataFrame) -> int:
+    return sum(column.startswith("full_acc_") for column in metrics)
 
 
-def canvas(height: float = 3.0):
-    """Return a figure, narrow enough that its text can be read on a phone, and its axes."""
-    figure = Figure(figsize=(5, height), layout="constrained")
-    return figure, figure.subplots()
+def smoothing(steps: pd.DataFrame) -> int:
+    """Return how many training steps one point of a curve is the mean of."""
+    return -(-len(steps) // CURVE_POINTS)
 
 
-def svg(figure: Figure, label: str) -> Markup:
-    """Return the figure as an inline SVG in the page's own colours; `label` is read aloud."""
-    _, labels = figure.axes[0].get_legend_handles_labels()
-    if labels:
-        fitting = 76 // (4 + max(map(len, labels)))
-        figure.legend(loc="outside upper left", ncols=min(4, max(1, fitting)))
-    buffer = io.StringIO()
-    bare = dict.fromkeys(["Date", "Creator", "Format", "Type"])
-    figure.savefig(buffer, format="svg", transparent=True, metadata=bare)
-    text = buffer.getvalue()
-    # It is laid out; again for the PNG would take as long.
-    figure.set_layout_engine("none")
-    DRAWN[label] = figure, text
-    text = text[text.index("<svg") :]
+def inline(svg: str) -> Markup:
+    """Return an SVG file's text as an element of a page, in the page's own colours."""
+    text = svg[svg.index("<svg") :]
     # Names such as "figure_1" would be there once for each figure of the page.
     text = re.sub(r' id="[\w.]+_\d+"| xmlns(:xlink)?="[^"]*"', "", text)
     for name, colour in COLOURS.items():
         text = text.replace(colour, f"var(--{name})")
-    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1))
-
-
-def write_figures(folder: Path) -> dict[str, Path]:
-    """Write what was drawn as SVG and PNG; the folder appears whole or not at all.
-
-    Returns label -> the PNG, from the folder that `folder` is in.
-    """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    files = {}
-    for label, (figure, text) in DRAWN.items():
-        name = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
-        (partial / f"{name}.svg").write_text(text)
-        # Without matplotlib's own version the same inputs give the same bytes.
-        figure.savefig(
-            partial / f"{name}.png", dpi=160, facecolor="white", metadata={"Software": None}
-        )
-        files[label] = Path(folder.name) / f"{name}.png"
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    return files
-
-
-def plot_positions(series: list[tuple[str, list[float], dict]]) -> Markup:
-    """Draw how often each draft position was accepted, as bars side by side: of each series its
-    label, the share at each position, and what its bars are drawn in."""
-    figure, axes = canvas(2.8)
-    width = 0.84 / len(series)
-    for number, (label, rates, style) in enumerate(series):
-        x = np.arange(1, len(rates) + 1) + (number - (len(series) - 1) / 2) * width
-        bars = axes.bar(x, rates, width * 0.88, label=label, **style)
-        # The numbers of more would run into each other.
-        if len(series) < 4:
-            axes.bar_label(bars, [f"{r:.0%}" for r in rates], padding=2, color=COLOURS["muted"])
-    axes.set_xlabel("draft position")
-    axes.set_ylim(0)
-    axes.margins(y=0.12)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.grid(axis="y")
-    return svg(figure, "Acceptance of each draft position")
+    return Markup(text)
 
 
 def count(value) -> str:
@@ -140,11 +55,11 @@ def count(value) -> str:
 
 
 def fixed(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None or np.isnan(value) else f"{value:,.{digits}f}"
+    return "–" if value is None or math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    return "–" if value is None or np.isnan(value) else f"{value:.1%}"
+    return "–" if value is None or math.isnan(value) else f"{value:.1%}"
 
 
 def size(value: int | None) -> str:

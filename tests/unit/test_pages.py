@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -22,8 +23,7 @@ def folder(tmp_path_factory):
     data, rows = made_up(), measurements()
     rows["category"] = rows["category"].replace("code", SCRIPT)
     data["shards"]["reasons"][f"<img src=x onerror=alert(1)> {SCRIPT}"] = 4
-    options = ["--markdown", folder / "report_1k.md", "--figures", folder / "report_1k"]
-    command = [*write_inputs(folder, data, rows), *map(str, options)]
+    command = [*write_inputs(folder, data, rows), "--markdown", str(folder / "report_1k.md")]
     subprocess.run([sys.executable, *command], check=True)
     (folder / "sweep").mkdir()
     write_page(folder / "sweep", run("1k-classic", 1.1), run("1k", scheduler=SCRIPT))
@@ -118,6 +118,6 @@ def test_the_markdown_holds_the_tables_and_no_markup(folder):
 
 def test_what_markdown_takes_for_its_own_is_text():
     page = "<main><p>*a* [b](c) `d` | $x$</p><pre>```\n&lt;b&gt;</pre></main>"
-    assert to_markdown(page, {}) == (
+    assert to_markdown(page, Path("figures")) == (
         "\\*a\\* \\[b\\](c) \\`d\\` \\| \\$x\\$\n\n````\n```\n<b>\n````\n"
     )

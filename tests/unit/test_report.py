@@ -11,9 +11,10 @@ from unittest.mock import patch
 import pandas as pd
 import pytest
 
+import draw
 import report
 import table
-from eyrie import page as drawing
+from eyrie import page as writing
 from eyrie.benchmark_page import verdict
 
 ROOT = Path(__file__).parents[2]
@@ -314,7 +315,7 @@ def measurements() -> pd.DataFrame:
 
 
 def write_inputs(folder: Path, data: dict, rows: pd.DataFrame) -> list[str]:
-    """Write every input and return the command that makes the report of them."""
+    """Write every input, draw the figures, and return the command that makes the report of them."""
     checkpoint = folder / "ckpt_1k"
     for name in data["manifest"]["files"]:
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
@@ -327,11 +328,21 @@ def write_inputs(folder: Path, data: dict, rows: pd.DataFrame) -> list[str]:
     for name in ("shards", "hidden", "plan", "vocab", "check", "bench"):
         (folder / f"{name}.json").write_text(json.dumps(data[name]))
         command += [f"--{name}", folder / f"{name}.json"]
-    command += ["--out", folder / "report_1k.html", "--identities"]
+    draw_figures(folder)
+    command += ["--out", folder / "report_1k.html", "--figures", folder / "report_1k"]
+    command += ["--identities"]
     for name, identity in data["identities"].items():
         (folder / f"{name}.json").write_text(json.dumps(identity))
         command += [folder / f"{name}.json"]
     return [str(part) for part in command]
+
+
+def draw_figures(folder: Path) -> None:
+    command = ["draw.py", "--checkpoint", folder / "ckpt_1k", "--out", folder / "report_1k"]
+    for name in ("vocab", "hidden", "bench"):
+        command += [f"--{name}", folder / f"{name}.json"]
+    with patch("sys.argv", list(map(str, command))):
+        draw.main()
 
 
 def write_report(folder: Path, data: dict, rows: pd.DataFrame) -> str:
@@ -509,7 +520,7 @@ def test_figures_hold_text_and_the_pages_colours(page):
     assert "requests at once" in page.text
     drawn = " ".join(a["style"] for _, a in page.tags if "style" in a)
     assert "var(--accent)" in drawn
-    assert not set(drawing.COLOURS.values()) & set(re.findall("#[0-9a-f]{6}", drawn))
+    assert not set(writing.COLOURS.values()) & set(re.findall("#[0-9a-f]{6}", drawn))
 
 
 def test_needs_nothing_but_itself(page):
@@ -531,6 +542,13 @@ def test_same_inputs_same_bytes_in_another_process(tmp_path):
     command = write_inputs(tmp_path, made_up(), measurements())
     subprocess.run([sys.executable, *command], check=True)
     assert (tmp_path / "report_1k.html").read_text() == once
+
+
+def test_a_report_loads_nothing_that_draws():
+    """Drawing takes longer than all else, and an edit of the template shall be seen at once."""
+    code = "import sys; import report; print('matplotlib' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, cwd=ROOT / "scripts", text=True) == "False\n"
 
 
 def test_markup_in_data_is_text(tmp_path):
@@ -677,7 +695,7 @@ def test_a_failed_report_leaves_the_old_one(tmp_path):
     [(999, "999 B"), (1_000, "1.0 kB"), (547e9, "547.0 GB"), (None, "–")],
 )
 def test_size(value, text):
-    assert drawing.size(value) == text
+    assert writing.size(value) == text
 
 
 @pytest.mark.parametrize(
@@ -686,7 +704,7 @@ def test_size(value, text):
      (86_400, "24 h 00 min")],
 )  # fmt: skip
 def test_duration(seconds, text):
-    assert drawing.duration(seconds) == text
+    assert writing.duration(seconds) == text
 
 
 def test_table_in_plain_text(tmp_path):

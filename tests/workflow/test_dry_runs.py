@@ -42,7 +42,7 @@ def test_bad_input_stops_before_the_engine(inputs, tmp_path, config, message):
         (
             None,
             "results/report_10k.html",
-            "14 jobs left; at most 6.9 h one after the other, 0.0 GPU",
+            "15 jobs left; at most 7.0 h one after the other, 0.0 GPU",
         ),
         ("llama31_8b", "results/llama31_8b/ckpt_1k", "9 jobs left; at most 11.2 h"),
         ("qwen3_8b", "results/qwen3_8b/ckpt_1k", "9 jobs left; at most 11.2 h"),
@@ -67,7 +67,7 @@ def test_dry_runs_need_nothing_but_the_config(tmp_path, inputs, config, target, 
 def test_a_dry_run_of_a_verifier_that_nobody_knows_yet(tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text("verifier: {source: 'hf:a/b@main', sha256: null}")
-    assert "Plan: 14 jobs left" in dry_run(tmp_path, config, "results/report_1k.html")
+    assert "Plan: 15 jobs left" in dry_run(tmp_path, config, "results/report_1k.html")
 
 
 def dry_run(folder: Path, config: Path | None, target: str) -> str:

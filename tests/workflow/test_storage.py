@@ -101,7 +101,7 @@ def test_what_one_folder_makes_another_takes_from_the_bucket(bucket, finished, i
     for name in ("plan_tiny.json", "check_tiny.json", "bench_tiny.json", "bench_tiny.csv",
                  "bench_tiny.jsonl", "card_tiny.md"):  # fmt: skip
         bucket.upload_file(str(there / name), f"{TREE}/{name}")
-    assert jobs_of(snakemake(taken, *S3, REPORT)) == {"report"}
+    assert jobs_of(snakemake(taken, *S3, REPORT)) == {"draw", "report"}
     page = bucket.Object(f"some/where/{REPORT}").get()["Body"].read()
     assert b"acceptance length" in page
     assert jobs_of(snakemake(made, *S3, "-n", REPORT)) == set()

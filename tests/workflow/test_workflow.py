@@ -190,11 +190,11 @@ def test_an_edit_reruns_what_uses_it(job, tmp_path):
     shutil.copy(ROOT / "templates/report.html", template)
     bench = repo / "scripts/bench.py"
     bench.write_text(bench.read_text().replace("SAMPLES = 4", "SAMPLES = 3"))
-    assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == {"bench", "card", "report"}
+    assert jobs_of(snakemake(job, "-n", REPORT, repo=repo)) == {"bench", "card", "draw", "report"}
     # A plan is made anew for any setting, and makes no other report.
     memory = "extract={max_num_seqs: 4}"
     assert jobs_of(snakemake(job, "-n", REPORT, "--config", memory)) == {"plan"}
-    trained = {"plan", "train", "check", "bench", "card", "report"}
+    trained = {"plan", "train", "check", "bench", "card", "draw", "report"}
     shape = str(repo / "configs/reference/kimi_k2_eagle3.json")
     for change, jobs in {
         "train={lr: 0.5}": trained,
@@ -205,7 +205,7 @@ def test_an_edit_reruns_what_uses_it(job, tmp_path):
         "vocab={draft_vocab_size: full}": {"preflight", "vocab", *trained},
         # Another run on the same states is none of this one's concern.
         "runs={tiny: {data: tiny}, other: {data: tiny, train: {lr: 1}}}": {"plan"},
-        "bench={max_model_len: 120}": {"plan", "check", "bench", "card", "report"},
+        "bench={max_model_len: 120}": {"plan", "check", "bench", "card", "draw", "report"},
         "extract={layer_ids: [1, 2]}": {
             "preflight",
             "preflights",
