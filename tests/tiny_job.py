@@ -1,11 +1,12 @@
 """The workflow on the jobs of configs/, and what tests ask of the tiny one's results."""
 
 import json
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
+from forking import python, run_to_end
 
 from eyrie.hidden import HiddenStates
 
@@ -17,17 +18,19 @@ REPORT = "results/tiny/report_tiny.html"
 def snakemake(
     cwd: Path, *arguments: str, ok: bool = True, repo: Path = ROOT, config: str = "tiny"
 ) -> str:
-    """Run Snakemake on a job of configs/ in `cwd`; returns all that it printed."""
-    done = subprocess.run(
-        snakemake_command(repo, config, *arguments),
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode == 0) == ok, done.stdout[-6000:]
-    return done.stdout
+    """Run Snakemake on a job of configs/ in `cwd`; returns all that it printed. It and its jobs'
+    scripts are forked."""
+    code, output = forked_snakemake(cwd, snakemake_command(repo, config, *arguments))
+    assert (code == 0) == ok, output[-6000:]
+    return output
+
+
+def forked_snakemake(cwd: Path, command: list[str]) -> tuple[int, str]:
+    """(exit code, output)"""
+    with tempfile.TemporaryDirectory() as folder:
+        # Jobs start their scripts with the Python that runs Snakemake.
+        code = f"import os, sys; os.chdir({str(cwd)!r}); sys.executable = {str(python())!r}"
+        return run_to_end(command, Path(folder), code)
 
 
 def snakemake_command(repo: Path, config: str, *arguments: str) -> list[str]:

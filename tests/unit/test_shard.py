@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import tiny
+from forking import python
 from templates import CHATML, QWEN3_EMPTY
 
 from eyrie.hidden import split
@@ -396,7 +397,7 @@ def test_an_end_in_the_middle_leaves_no_process_and_no_account(inputs, tmp_path,
     ],
 )
 def test_options_that_cannot_be(inputs, tmp_path, options, message):
-    command = [sys.executable, str(SCRIPT), "--conversations", inputs / "conversations.jsonl"]
+    command = [python(), str(SCRIPT), "--conversations", inputs / "conversations.jsonl"]
     command += ["--tokenizer", inputs / "verifier", "--out", tmp_path / "out", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode and message in done.stderr and "Traceback" not in done.stderr

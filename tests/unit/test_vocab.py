@@ -1,12 +1,12 @@
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import templates
 import tiny
 import torch
+from forking import python
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
@@ -156,7 +156,7 @@ def run(inputs: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
         rows = Rows.pack(ids, masks, row_ids, {"fingerprint": str(number)})
         write_tokens(out / f"{number}.safetensors", rows)
     (out / "verifier.json").write_text(json.dumps({"files": {"config.json": "c0ffee"}}))
-    command = [sys.executable, ROOT / "scripts/vocab.py", "--verifier", inputs / "verifier"]
+    command = [python(), ROOT / "scripts/vocab.py", "--verifier", inputs / "verifier"]
     command += ["--hidden", out / "0.safetensors", out / "1.safetensors"]
     command += ["--identity", out / "verifier.json", "--prompts", inputs / "prompts.jsonl"]
     command += ["--held-out", "0.3", "--min-coverage", "0.5"]

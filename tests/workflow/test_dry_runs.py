@@ -1,13 +1,12 @@
 """What is told of a job before its engine starts: plans, and mistakes in config and input."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tiny
-from tiny_job import REPORT, ROOT, jobs_of, snakemake
+from tiny_job import REPORT, ROOT, forked_snakemake, jobs_of, snakemake
 from transformers import GemmaConfig
 
 
@@ -75,18 +74,15 @@ def dry_run(folder: Path, config: Path | None, target: str) -> str:
     snakemake = Path(sys.executable).with_name("snakemake")
     command = [snakemake, "-n", "-j", "8", "-s", ROOT / "Snakefile", target]
     command += ["--configfile", config] if config else []
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    code, output = forked_snakemake(folder, list(map(str, command)))
+    assert code == 0, output
+    return output
 
 
 def plan(folder: Path, *arguments: str) -> str:
     snakemake = Path(sys.executable).with_name("snakemake")
     command = [snakemake, "-n", "-j", "8", "-s", ROOT / "Snakefile", "results/report_sweep.html"]
-    done = subprocess.run(
-        [*command, *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
-    return done.stdout + done.stderr
+    return forked_snakemake(folder, list(map(str, [*command, *arguments])))[1]
 
 
 def test_a_sweep_of_one_data_set_extracts_once(tmp_path):
@@ -116,11 +112,9 @@ def test_dry_runs_that_the_readme_names_run(tmp_path, command):
     options = command.split()[1:]
     tiny.make_workflow(tmp_path)
     snakemake = Path(sys.executable).with_name("snakemake")
-    done = subprocess.run(
-        [snakemake, *options], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {"train", "vocab", "fetch_verifier"} <= jobs_of(done.stdout + done.stderr)
+    code, output = forked_snakemake(tmp_path, [str(snakemake), *options])
+    assert code == 0, output
+    assert {"train", "vocab", "fetch_verifier"} <= jobs_of(output)
     if "kimi" in command:
-        assert "gpu=8" in done.stdout + done.stderr
-        assert "9.0 GPU-hours, 722.87 GB of disk" in done.stdout
+        assert "gpu=8" in output
+        assert "9.0 GPU-hours, 722.87 GB of disk" in output

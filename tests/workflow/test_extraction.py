@@ -179,14 +179,14 @@ def test_killed_twenty_times_it_ends_with_the_same_bytes(extract, whole, shards,
     kills = 0
     while kills < 20:
         process = start(command(shards, inputs, "dataset", tmp_path), tmp_path)
-        process.join(chance.uniform(0, 1.1 * seconds))
-        if process.exitcode is None:
+        code = process.wait(chance.uniform(0, 1.1 * seconds))
+        if code is None:
             os.kill(process.pid, chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
-            process.join()
+            process.wait()
             kills += 1
         else:
             # All is there: the next run finds one missing, and one damaged in a way of disks.
-            assert process.exitcode == 0, (tmp_path / "output").read_text()
+            assert code == 0, (tmp_path / "output").read_text()
             stored = sorted((tmp_path / "store").glob("*.safetensors"))
             gone, damaged = chance.sample(stored, 2)
             gone.unlink()

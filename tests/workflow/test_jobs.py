@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from forking import python
 
 # Each job tells when it began and ended.
 SNAKEFILE = """
@@ -44,7 +45,7 @@ def folder(tmp_path) -> Path:
 
 def run(folder: Path, *options: str, config: Sequence[str] = ()) -> subprocess.CompletedProcess:
     snakemake = Path(sys.executable).with_name("snakemake")
-    command = [snakemake, "-j", "2", *options, "--config", "extract={gpus: 8}", *config]
+    command = [python(), snakemake, "-j", "2", *options, "--config", "extract={gpus: 8}", *config]
     return subprocess.run(
         ["env", "CUDA_VISIBLE_DEVICES=7,6,5,4,3,2,1,0", *command],
         cwd=folder,

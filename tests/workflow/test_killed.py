@@ -45,14 +45,13 @@ def test_a_killed_benchmark_goes_on_and_measures_the_same(job, tmp_path):
     mark = f"import os; os.environ['EYRIE_TEST'] = {str(tmp_path)!r}"
     process = start(command, tmp_path / "killed", mark)
     state = tmp_path / "state"
-    while process.is_alive():
+    while process.wait(0.05) is None:
         lines = [line for file in state.rglob("*.jsonl") for line in file.read_text().splitlines()]
         # All eight of the baseline, and two of the draft.
         if sum('"seconds"' in line for line in lines) >= 10:
             break
-        time.sleep(0.05)
-    process.kill()
-    process.join()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
     (file,) = state.rglob("measured.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines(keepends=True)
              if line.endswith("\n")]  # fmt: skip

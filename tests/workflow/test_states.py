@@ -4,12 +4,12 @@ engine: prompts prefilled in chunks, prompts whose beginning is cached, and gene
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from forking import python
 from safetensors.torch import load_file, save_file
 from tiny_kimi import make_tiny_kimi
 from transformers import (
@@ -173,7 +173,7 @@ def extracted(tmp_path_factory) -> dict:
     (top / "cases.json").write_text(json.dumps(cases))
     (top / "runner.py").write_text(RUNNER.format(scripts=str(ROOT / "scripts")))
     done = subprocess.run(
-        [sys.executable, "runner.py", "cases.json"],
+        [python(), "runner.py", "cases.json"],
         cwd=top,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -212,7 +212,7 @@ def test_a_model_that_hands_over_no_states_is_refused_before_the_load(tmp_path):
     verifier = tmp_path / "verifier"
     MixtralConfig(architectures=["MixtralForCausalLM"]).save_pretrained(verifier)
     script = ROOT / "scripts/extract.py"
-    command = [sys.executable, str(script), *arguments(tmp_path, verifier, "float32", 64)]
+    command = [python(), str(script), *arguments(tmp_path, verifier, "float32", 64)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "extract: verifier of type mixtral: vLLM's MixtralForCausalLM does not" in done.stderr

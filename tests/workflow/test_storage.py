@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from forking import python
 from tiny_job import REPORT, jobs_of, snakemake
 
 boto3, server, *_ = (
@@ -65,7 +66,7 @@ def bucket():
 
 def run(folder: Path, *options: str) -> str:
     """Snakemake in a folder that has a workflow; what it printed."""
-    command = [Path(sys.executable).with_name("snakemake"), *options]
+    command = [python(), Path(sys.executable).with_name("snakemake"), *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -132,7 +132,8 @@ def test_a_draft_of_the_whole_vocabulary_with_a_window_from_another_draft(job, t
 
 # The benchmark's own measurement of a draft, of prompts that are tokens.
 SERVE = """
-import argparse, json
+import argparse, json, sys
+sys.path.insert(0, {scripts!r})
 from eyrie import engine
 from eyrie.serving import Serving
 parser = argparse.ArgumentParser()
@@ -143,7 +144,7 @@ args = parser.parse_args()
 args.traces, args.draft_gpus = None, 0
 engine.prepare(0, in_process=True)
 prompts = json.load(open(args.prompts))
-method = {"name": "eagle3", "kind": "eagle3", "model": args.checkpoint}
+method = dict(name="eagle3", kind="eagle3", model=args.checkpoint)
 rows = Serving(method, 3, prompts, args).serve(prompts, 8, 3, 8)
 names = ("drafts", "accepted_1", "accepted_2", "accepted_3")
 json.dump([sum(row[name] for row in rows) for name in names], open(args.out, "w"))
@@ -202,7 +203,7 @@ def test_what_is_accepted_is_what_the_trained_model_drafts(job, tmp_path):
                 drafts += 1
                 place += count + 1
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    (tmp_path / "serve.py").write_text(SERVE)
+    (tmp_path / "serve.py").write_text(SERVE.format(scripts=str(SCRIPTS)))
     flat, nested = tmp_path / "ckpt/59", tmp_path / "nested"
     command = [SCRIPTS / "flatten.py", flat, "--verifier", tree / "verifier", "--out", nested]
     code, output = run_to_end([*map(str, command), "--to", "speculators"], tmp_path / "flatten")
