@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from speculators.train.trainer import TrainerConfig
 
 from eyrie.batches import HiddenRows, make_loader
 from eyrie.checkpoint import WEIGHTS, read_config
@@ -164,6 +163,7 @@ def main() -> None:
 def train(args) -> None:
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.core import Eagle3DraftModel
+    from speculators.train.trainer import TrainerConfig
 
     from eyrie.draft_model import CPUEagle3DraftModel
 

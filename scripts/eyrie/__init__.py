@@ -2,6 +2,6 @@
 
 import gc
 
-# Imports of torch, vllm and speculators make a million objects that stay. To look through them each
-# time that 700 more are there takes a sixth of a stage's start.
+# Imports of vllm and speculators make a million objects that stay, and to look through them again
+# each time that 700 more are there takes a fifth of the time that the imports take.
 gc.set_threshold(100_000)
