@@ -4,9 +4,9 @@
         --shards results/data/1k/shards/00000.safetensors [--rows 64]
 
 One line a figure, each a ratio of two runs of the same rows, one after the other:
-prefill-only extraction against the engine's plain prefill, and against a transformers loop with
-output_hidden_states; answers with their states against plain answers, and against answers first
-and states after; bytes on disk against tokens x layers x hidden x 2.
+prefill-only extraction against the engine's plain prefill, and against a loop of transformers with
+output_hidden_states that saves each row; answers with their states against plain answers, and
+against answers first and states after; bytes on disk against tokens x layers x hidden x 2.
 """
 
 import argparse
@@ -38,17 +38,21 @@ def plain(args, rows: list[list[int]], new_tokens: int) -> None:
 
 
 def with_transformers(args, rows: list[list[int]]) -> None:
+    """As scripts of the field do: the whole model on each row, and a file a row."""
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, args.dtype)
     model = AutoModelForCausalLM.from_pretrained(args.verifier, dtype=dtype)
     layers = [2, model.config.num_hidden_layers // 2, model.config.num_hidden_layers - 3]
     started = time.time()
-    for ids in rows:
-        with torch.inference_mode():
-            states = model.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-        torch.stack([states[k][0] for k in (*layers, -1)]).bfloat16()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, ids in enumerate(rows):
+            with torch.inference_mode():
+                states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+            kept = torch.stack([states[k][0] for k in (*layers, -1)], 1).bfloat16()
+            save_file({"hidden_states": kept}, f"{folder}/{number}.safetensors")
     print("\n" + json.dumps({"seconds": time.time() - started}))
 
 
