@@ -51,7 +51,8 @@ def python() -> Path:
 
     worker = "PYTEST_XDIST_WORKER" in os.environ
     tests = os.getppid() if worker else os.getpid()
-    folder = Path(tempfile.gettempdir()) / f"eyrie-tests-{tests}"
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", tests)
+    folder = Path(tempfile.gettempdir()) / f"eyrie-tests-{run}"
     program, address = folder / "python", folder / "socket"
     with FileLock(f"{folder}.lock"):
         if not address.exists():

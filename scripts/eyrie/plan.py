@@ -409,8 +409,8 @@ def times(config: Config, run, sizes: VerifierSizes, tokens: dict, lines: list[d
         ("bench", "serve", bench.gpus, 1, served, "tokens"),
     ]
     rows = []
-    for part, stage, gpus, engines_at_once, amount, unit in parts:
-        found = measured(lines, stage, source, gpus, device_name(gpus))
+    for part, stage, number, engines_at_once, amount, unit in parts:
+        found = measured(lines, stage, source, number, device_name(number))
         seconds = 0.0
         if given[stage]:
             rate, origin = given[stage], "given as plan.rates"
@@ -418,9 +418,9 @@ def times(config: Config, run, sizes: VerifierSizes, tokens: dict, lines: list[d
             rate, origin = found
         else:
             rate, origin = defaults[stage], "default"
-            seconds = START_SECONDS["gpu" if gpus else "core"] if part == "load" else 0.0
+            seconds = START_SECONDS["gpu" if number else "core"] if part == "load" else 0.0
         seconds += amount / rate / engines_at_once
-        row = {"part": part, "gpus": gpus * engines_at_once}
+        row = {"part": part, "gpus": number * engines_at_once}
         row |= {"amount": round(amount), "unit": unit, "rate": rate}
         if part == "train":
             # Told in tokens that look all TTT steps ahead.
