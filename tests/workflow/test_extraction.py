@@ -29,7 +29,7 @@ def command(shards: Path, inputs: Path, name: str, folder: Path, *options) -> li
     parts += ["--log", folder / "log.jsonl", "--layer-ids", 1, 2, 3, "--dtype", "float32"]
     parts += ["--answers", "dataset" if name == "dataset" else "verifier"]
     parts += ["--max-new-tokens", 16, "--max-length", 96, "--max-model-len", 128]
-    parts += ["--max-num-seqs", 8, "--max-num-batched-tokens", 256, *options]
+    parts += ["--max-num-seqs", 8, "--max-num-batched-tokens", 256, "--kv-cache-gib", 0.1, *options]
     return [str(part) for part in parts]
 
 

@@ -36,7 +36,8 @@ def test_a_killed_benchmark_goes_on_and_measures_the_same(job, tmp_path):
     command += ["--hidden", *sorted((tree / "data/tiny/hidden").glob("*.safetensors"))]
     options = {"num-prompts": 4, "turns": 2, "held-out": 0.2, "num-held-out": 0}
     options |= {"max-new-tokens": 8, "draft-tokens": 3, "max-model-len": 128, "max-num-seqs": 8}
-    options |= {"max-num-batched-tokens": 256, "dtype": "float32", "state": tmp_path / "state"}
+    options |= {"max-num-batched-tokens": 256, "kv-cache-gib": 0.1, "dtype": "float32"}
+    options |= {"state": tmp_path / "state"}
     options |= {"summary": tmp_path / "bench.json", "rows": tmp_path / "bench.jsonl"}
     options |= {"measurements": tmp_path / "bench.csv"}
     command += [part for name, value in options.items() for part in ("--" + name, value)]

@@ -108,6 +108,7 @@ def arguments(folder: Path, verifier: Path, dtype: str, chunk: int) -> list[str]
         # Fewer than the rows: the last find the beginning of the first in the cache.
         "max-num-seqs": 3,
         "max-num-batched-tokens": chunk,
+        "kv-cache-gib": 0.1,
     }
     layers = load_verifier_config(verifier).num_hidden_layers
     return ["--layer-ids", *map(str, range(1, layers))] + [

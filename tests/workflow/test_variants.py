@@ -210,6 +210,7 @@ def test_what_is_accepted_is_what_the_trained_model_drafts(job, tmp_path):
     assert code == 0, output
     options = {"verifier": tree / "verifier", "prompts": tmp_path / "prompts.json"}
     options |= {"dtype": "float32", "max-model-len": 128, "max-num-seqs": 8}
+    options |= {"kv-cache-gib": 0.1}
     found = []
     for checkpoint in (flat, nested):
         options |= {"checkpoint": checkpoint, "out": tmp_path / "served.json"}
