@@ -16,7 +16,7 @@ from snakemake.resources import Resource
 from snakemake.utils import update_config
 
 from eyrie import provenance
-from eyrie.config import ConfigError, load_config, with_reference
+from eyrie.config import ConfigError, load_config, missing_files, with_reference
 from eyrie.files import sha256_file
 from eyrie.jobs import runs_here
 from eyrie.local import local_content
@@ -28,16 +28,22 @@ from eyrie.plan import (
     training_bytes,
 )
 from eyrie.totals import Totals
-from eyrie.verifier import draft_size
+from eyrie.verifier import draft_size, extraction_ids
 
 try:
     # A reference that a file or the command line names goes over config.yaml's own shape.
     update_config(config, with_reference(workflow.config_settings.overwrite_config))
     C = load_config(config)
     R = C.results
+    if Path(R).is_file():
+        raise ConfigError(f"results: {R} is a file; name a folder")
+    # A pod has none of them, and what has sent it there has looked.
+    if not workflow.remote_exec and (missing := missing_files(C)):
+        raise ConfigError("config: " + "\n        ".join(missing))
     REPORT = f"{R}/report_1k.html"
     VERIFIER = find_verifier(C)
     if VERIFIER:
+        extraction_ids(C.extract.layer_ids, VERIFIER.text["num_hidden_layers"])
         for settings in (C, *C.runs.values()):
             draft_size(settings.vocab.draft_vocab_size, VERIFIER.text["vocab_size"])
 except (ConfigError, ValueError) as error:

@@ -4,13 +4,15 @@ it was trained on. No path of this machine is in it.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import yaml
 
 from eyrie.checkpoint import as_flat, is_nested, read_config, sglang_faults, sglang_since
-from eyrie.files import atomic, link_or_copy, log_line
+from eyrie.files import atomic, link_or_copy, log_line, read_json
 from eyrie.layouts import hub_name
+from eyrie.markdown import plain_text
 
 
 def front_matter(fields: dict, base_model: str | None) -> str:
@@ -22,9 +24,9 @@ def front_matter(fields: dict, base_model: str | None) -> str:
 
 
 def cell(value) -> str:
-    """A value in a table's cell; what comes from data may hold the sign between cells."""
+    """A value as text, in a table's cell too, whatever signs of Markdown's own it holds."""
     text = "–" if value is None else f"{value:,.2f}" if isinstance(value, float) else str(value)
-    return " ".join(text.replace("|", "\\|").split())
+    return " ".join(plain_text(text).split())
 
 
 def table(names: list[str], rows: list[list]) -> str:
@@ -75,10 +77,10 @@ def card(run: str, fields: dict, config: dict, data: dict) -> str:
     return "\n".join(
         [
             front_matter(fields, base),
-            f"# EAGLE-3 draft for {base or source}: {run}\n",
-            f"A draft model for speculative decoding with {base or source}, whose states enter "
-            f"layers {', '.join(map(str, trained['layer_ids']))}. Its output is the verifier's; a "
-            "draft only makes it faster, where it does.\n",
+            f"# EAGLE-3 draft for {cell(base or source)}: {cell(run)}\n",
+            f"A draft model for speculative decoding with {cell(base or source)}, whose states "
+            f"enter layers {', '.join(map(str, trained['layer_ids']))}. Its output is the "
+            "verifier's; a draft only makes it faster, where it does.\n",
             "## Serve it\n",
             serving(config, base or "VERIFIER", best["draft_tokens"]),
             "## What it gains\n",
@@ -114,12 +116,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
-    data = {
-        name: json.loads(getattr(args, name).read_text())
-        for name in ("bench", "check", "shards", "vocab")
-    }
-    data["manifest"] = json.loads((args.checkpoint / "manifest.json").read_text())
-    text = card(args.run, args.fields, read_config(args.checkpoint), data)
+    try:
+        names = ("bench", "check", "shards", "vocab")
+        data = {name: read_json(getattr(args, name)) for name in names}
+        data["manifest"] = read_json(args.checkpoint / "manifest.json")
+        config = read_config(args.checkpoint)
+    except ValueError as error:
+        sys.exit(f"card: {error}")
+    text = card(args.run, args.fields, config, data)
     with atomic(args.out) as partial:
         partial.write_text(text)
     link_or_copy(args.out, args.checkpoint / "README.md")

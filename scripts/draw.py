@@ -4,8 +4,8 @@ They are files of their own, as drawing takes longer than all else of a report.
 """
 
 import argparse
-import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eyrie.drawing import SERIES, canvas, finish, plot_positions, svg
-from eyrie.files import log_line
+from eyrie.files import log_line, read_json
 from eyrie.page import COLOURS, fixed, positions, smoothing
 
 
@@ -223,9 +223,12 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
 
+    try:
+        chosen = read_json(args.checkpoint / "manifest.json")["chosen_epoch"]
+        files = [read_json(path) for path in (args.vocab, args.hidden, args.bench)]
+    except ValueError as error:
+        sys.exit(f"draw: {error}")
     metrics = pd.read_parquet(args.checkpoint / "metrics.parquet")
-    chosen = json.loads((args.checkpoint / "manifest.json").read_text())["chosen_epoch"]
-    files = (json.loads(path.read_text()) for path in (args.vocab, args.hidden, args.bench))
     figures = draw(metrics, chosen, *files)
     partial = args.out.with_name(args.out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -6,6 +6,7 @@ VERIFIER is a folder in the Hugging Face layout, a config.json, or a file of con
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -210,6 +211,8 @@ def main() -> None:
             known = f"  verifier: {json.dumps(str(args.verifier))}\n"
         here = [size / GIB for _, size in gpus_here()]
         memory = args.gpu_memory or min(here, default=None)
+        if memory is not None and not 0 < memory < math.inf:
+            raise ValueError(f"--gpu-memory: {memory:g} is not the GiB of a GPU")
         results = f"results/{args.out.stem}"
         text = new_config(sizes, source, results, args.gpus, memory) + known
         with atomic(args.out) as partial:

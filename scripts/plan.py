@@ -35,7 +35,10 @@ def read_config(files: list[Path]):
 
     values = yaml.safe_load((ROOT / "config.yaml").read_text())
     for file in files:
-        values = over(values, with_reference(yaml.safe_load(file.read_text()) or {}))
+        keys = yaml.safe_load(file.read_text()) or {}
+        if not isinstance(keys, dict):
+            raise ConfigError(f"{file}: holds no keys but {str(keys)[:60]}")
+        values = over(values, with_reference(keys))
     return load_config(values)
 
 

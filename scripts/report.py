@@ -7,12 +7,13 @@ The page loads nothing, runs no script, and the same files give the same bytes.
 import argparse
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pandas as pd
 
 from eyrie.benchmark_page import benchmark
-from eyrie.files import atomic
+from eyrie.files import atomic, read_json
 from eyrie.markdown import to_markdown
 from eyrie.page import duration, fill, inline, positions, smoothing, write_page
 
@@ -172,19 +173,21 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
 
-    data = {
-        name: json.loads(getattr(args, name).read_text())
-        for name in ("shards", "hidden", "plan", "vocab", "check", "bench")
-    }
-    data["manifest"] = json.loads((args.checkpoint / "manifest.json").read_text())
+    try:
+        data = {
+            name: read_json(getattr(args, name))
+            for name in ("shards", "hidden", "plan", "vocab", "check", "bench")
+        }
+        data["manifest"] = read_json(args.checkpoint / "manifest.json")
+        identities = [read_json(path) for path in args.identities]
+    except ValueError as error:
+        sys.exit(f"report: {error}")
     data["metrics"] = pd.read_parquet(args.checkpoint / "metrics.parquet")
     data["measurements"] = pd.read_csv(args.measurements, converters={"category": str})
     data["identities"] = {
         # Of several sources of conversations each has a number.
-        f"conversations {path.stem}" if path.stem.isdecimal() else path.stem: json.loads(
-            path.read_text()
-        )
-        for path in args.identities
+        f"conversations {path.stem}" if path.stem.isdecimal() else path.stem: identity
+        for path, identity in zip(args.identities, identities, strict=True)
     }
     # A verifier's identity lies beside its folder, under the same name.
     verifier = next(p for p in args.identities if p.stem == "verifier").with_suffix("")

@@ -5,8 +5,8 @@ same files give the same bytes.
 """
 
 import argparse
-import json
 import math
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -15,15 +15,13 @@ from matplotlib.ticker import MaxNLocator
 from safetensors import safe_open
 
 from eyrie.drawing import SERIES, canvas, finish, plot_positions, svg
-from eyrie.files import write_json
+from eyrie.files import read_json, write_json
 from eyrie.page import fill, fixed, inline, plain, write_page
 
 
 def read_draft(checkpoint: Path, *files: Path) -> dict:
     """Return what the page tells of a draft. `files` are of vocab, check and bench."""
-    manifest, vocab, check, bench = (
-        json.loads(path.read_text()) for path in (checkpoint / "manifest.json", *files)
-    )
+    manifest, vocab, check, bench = map(read_json, (checkpoint / "manifest.json", *files))
     served = next(m for m in bench["methods"] if m["method"] == "eagle3")
     metrics = pd.read_parquet(checkpoint / "metrics.parquet")
     steps = metrics[metrics["kind"] == "step"]
@@ -182,7 +180,10 @@ def main() -> None:
     args = parser.parse_args()
 
     files = zip(args.checkpoint, args.vocab, args.check, args.bench, strict=True)
-    drafts = [read_draft(*of_run) for of_run in files]
+    try:
+        drafts = [read_draft(*of_run) for of_run in files]
+    except ValueError as error:
+        sys.exit(f"sweep: {error}")
     page = render(args.template, drafts)
     write_json(args.summary, {"methods": [draft["row"] for draft in drafts]})
     write_page(args.out, page, args.log)

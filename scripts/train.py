@@ -30,7 +30,7 @@ from eyrie.draft import (
     write_flat,
 )
 from eyrie.engine import resolve_dtype
-from eyrie.files import link_or_copy, log_line, sha256_file, write_json
+from eyrie.files import link_or_copy, log_line, read_json, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.hidden import HiddenStates, split
 from eyrie.layouts import hub_name, write_layout
@@ -181,7 +181,7 @@ def train(args) -> None:
     states = HiddenStates(args.hidden)
     states.require_layers(verifier.extraction_ids(args.layer_ids))
     size = draft_size(args.draft_vocab_size, verifier.vocab_size)
-    identity = json.loads(args.identity.read_text())
+    identity = read_json(args.identity)
     map_of = made_of(identity, states.rows, args.held_out, size)
     d2t, t2d = load_map(args.vocab, map_of, verifier.vocab_size)
     state = args.state / digest(args, shape, states, ranks)

@@ -9,17 +9,16 @@ layer's weights under `midlayer.`. Nested is speculators' own: the Llama config 
 import json
 from pathlib import Path
 
+from eyrie.files import read_json
+
 # What vLLM's Eagle3LlamaForCausalLM is called in a flat config.
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS = "model.safetensors"
 
 
 def read_config(folder: Path) -> dict:
-    """Raises ValueError or OSError where there is no JSON object."""
-    config = json.loads((folder / "config.json").read_text())
-    if not isinstance(config, dict):
-        raise ValueError(f"{folder / 'config.json'}: not a JSON object")
-    return config
+    """Raises ValueError where there is no JSON object."""
+    return read_json(folder / "config.json")
 
 
 def read_header(path: Path) -> dict[str, tuple[str, list[int]]]:

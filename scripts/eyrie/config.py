@@ -2,6 +2,8 @@
 
 import datetime
 import difflib
+import itertools
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +21,8 @@ from pydantic import (
 from eyrie.reference import draft_fields, rope_problems
 
 ROOT = Path(__file__).parents[2]
+# Of files that targets are: report_RUN.html would be that of a run, and the Markdown of another.
+ENDINGS = {".html", ".md", ".json", ".jsonl", ".csv", ".safetensors"}
 
 
 def from_command_line(value):
@@ -47,7 +51,7 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Block(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class SourceBlock(Block):
@@ -257,8 +261,8 @@ def _known_keys(path: tuple) -> list[str]:
         annotation = model.model_fields[part].annotation if part in model.model_fields else None
         if annotation is None:
             continue
-        if getattr(annotation, "__origin__", None) is dict:
-            annotation = annotation.__args__[1]
+        if getattr(annotation, "__origin__", None) in (dict, list):
+            annotation = annotation.__args__[-1]
         model = annotation
     return list(model.model_fields)
 
@@ -283,7 +287,7 @@ def with_reference(values: dict) -> dict:
         ConfigError: the reference is not there, or no draft's config.
     """
     draft = values.get("draft")
-    if not isinstance(draft, dict) or not draft.get("reference"):
+    if not isinstance(draft, dict) or not isinstance(draft.get("reference"), str):
         return values
     # One that comes with the workflow is found from any working directory.
     path = Path(draft["reference"])
@@ -319,9 +323,10 @@ def _shape_problems(draft: Draft) -> list[str]:
     return problems
 
 
-def _bench_problems(bench: Bench) -> list[str]:
+def _bench_problems(bench: Bench, epochs: int) -> list[str]:
+    """epochs: that the run trains."""
     problems = []
-    for key in ("draft_tokens", "concurrency"):
+    for key in ("draft_tokens", "concurrency", "epochs"):
         if len(set(getattr(bench, key))) < len(getattr(bench, key)):
             problems.append(f"{key}: a number is listed twice")
     if max(bench.concurrency) > bench.max_num_seqs:
@@ -329,9 +334,76 @@ def _bench_problems(bench: Bench) -> list[str]:
             f"concurrency: {max(bench.concurrency)} is more than max_num_seqs, "
             f"{bench.max_num_seqs}, which vLLM serves at once"
         )
+    if max(bench.epochs, default=0) >= epochs:
+        problems.append(
+            f"epochs: there is no epoch {max(bench.epochs)}; of {epochs} the last is {epochs - 1}"
+        )
+    if bench.max_new_tokens >= bench.max_model_len:
+        problems.append(
+            f"max_new_tokens: {bench.max_new_tokens} leaves no room for a prompt in "
+            f"max_model_len, {bench.max_model_len}"
+        )
     if bench.draft_gpus not in (None, 1, bench.gpus):
         problems.append(f"draft_gpus: vLLM takes 1 or as many as gpus, {bench.gpus}")
     return problems
+
+
+def _name_problems(config: Config) -> list[str]:
+    """Of names that files and folders get: what would be another's, or nobody's."""
+    problems = []
+    for block in ("data", "runs"):
+        for name in getattr(config, block):
+            if "/" in name or name in ("", ".", ".."):
+                problems.append(f"{block}.{name}: the name is part of a file's, without a /")
+            if Path(name).suffix in ENDINGS:
+                problems.append(
+                    f"{block}.{name}: {Path(name).suffix} is the ending of files made for a run"
+                )
+    if "sweep" in config.runs:
+        problems.append("runs.sweep: report_sweep.html compares runs; give this one another name")
+    for run in dict.fromkeys(config.sweep):
+        if run not in config.runs:
+            problems.append(
+                f"sweep: run {run!r} is not defined: the config has {', '.join(config.runs)}"
+            )
+        if config.sweep.count(run) > 1:
+            problems.append(f"sweep: run {run!r} is listed twice")
+    if not config.results or config.results.startswith("~"):
+        problems.append(f"results: {config.results!r} is no folder's name; write it out")
+    return problems
+
+
+def _wildcards(value, path: str = "") -> list[str]:
+    """Texts and names with a word in braces, which Snakemake would take for a wildcard."""
+    if isinstance(value, dict):
+        found = [_wildcards(v, f"{path}.{k}") for k, v in value.items()]
+        return [*_wildcards(" ".join(map(str, value)), path), *itertools.chain(*found)]
+    if isinstance(value, list):
+        return list(itertools.chain(*(_wildcards(v, f"{path}.{i}") for i, v in enumerate(value))))
+    braces = isinstance(value, str) and re.search(r"\{\s*\w[^{}]*\}", value)
+    found = f"{path[1:]}: {braces[0]} would be a wildcard to Snakemake" if braces else ""
+    return [f"{found}; name it without braces"] if braces else []
+
+
+def missing_files(config: Config) -> list[str]:
+    """Files and folders that the config names and that are not there, with their keys. Snakemake
+    would leave out the job that reads them where its output is there already. What lies in the
+    results a rule may be about to make."""
+    named = {"verifier.chat_template": config.verifier.chat_template}
+    for name, run in config.runs.items():
+        files = {"train.init_from": run.train.init_from}
+        files |= {f"bench.drafts.{draft}": path for draft, path in run.bench.drafts.items()}
+        files |= {f"bench.prompt_files.{n}": path for n, path in run.bench.prompt_files.items()}
+        for key, path in files.items():
+            # What is missing for every run is told once.
+            if path not in named.values():
+                named[f"runs.{name}.{key}"] = path
+    made = Path(config.results).resolve()
+    return [
+        f"{key}: {path}: no such file or folder"
+        for key, path in named.items()
+        if path and not Path(path).exists() and not Path(path).resolve().is_relative_to(made)
+    ]
 
 
 def load_config(values: dict) -> Config:
@@ -348,6 +420,7 @@ def load_config(values: dict) -> Config:
             values[block] = {str(k): v for k, v in values[block].items()}
     if isinstance(values.get("sweep"), list):
         values["sweep"] = [str(run) for run in values["sweep"]]
+    braces = _wildcards(values)
     if isinstance(values.get("runs"), dict):
         values["runs"] = {k: _with_defaults(run, values) for k, run in values["runs"].items()}
     try:
@@ -363,8 +436,7 @@ def load_config(values: dict) -> Config:
         for name, run in config.runs.items()
         if run.data not in config.data
     ]
-    if "sweep" in config.runs:
-        problems.append("runs.sweep: report_sweep.html compares runs; give this one another name")
+    problems += _name_problems(config) + braces
     named = {f"conversations.{i}": block for i, block in enumerate(config.conversations)}
     for name, block in {"verifier": config.verifier, "prompts": config.prompts, **named}.items():
         kind = block.source.split(":")[0]
@@ -386,7 +458,10 @@ def load_config(values: dict) -> Config:
         )
     for name, run in config.runs.items():
         problems += [f"runs.{name}.draft.{problem}" for problem in _shape_problems(run.draft)]
-        problems += [f"runs.{name}.bench.{problem}" for problem in _bench_problems(run.bench)]
+        problems += [
+            f"runs.{name}.bench.{problem}"
+            for problem in _bench_problems(run.bench, run.train.epochs)
+        ]
     if problems:
         raise ConfigError("config: " + "\n        ".join(problems))
     return config

@@ -41,6 +41,21 @@ def write_json(path: str | Path, value) -> None:
         partial.write_text(json.dumps(value, indent=1) + "\n")
 
 
+def read_json(path: str | Path) -> dict:
+    """The object that a JSON file holds.
+
+    Raises:
+        ValueError: naming the file, which is not there, is no JSON, or holds no object.
+    """
+    try:
+        value = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds no JSON object but {str(value)[:60]}")
+    return value
+
+
 def log_line(path: str | Path | None, **values) -> None:
     """Append one JSON line to a stage's log, if it has one."""
     if path:

@@ -16,6 +16,7 @@ from pathlib import Path
 from eyrie.bench_plan import HELD_OUT
 from eyrie.bench_plan import passes as passes_of
 from eyrie.config import ROOT, Config
+from eyrie.files import read_json
 from eyrie.memory import (
     GIB,
     PROCESS_BYTES,
@@ -27,7 +28,7 @@ from eyrie.memory import (
     row_fault,
 )
 from eyrie.rates import device_name, gpus_here, measured, passes, read_rates
-from eyrie.verifier import draft_size, text_config, weight_bytes
+from eyrie.verifier import draft_size, extraction_ids, text_config, weight_bytes
 
 # Sustained, where nothing was measured, of a GPU and of a core: floating-point operations a second
 # in the engine and in training, and bytes of weights read a second. A GPU's in the engine is what
@@ -124,15 +125,17 @@ def read_verifier(path: Path) -> VerifierSizes | None:
         ValueError: it cannot be read, or is no text model's.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read as a verifier's config ({error})") from None
+    config = read_json(file)
     known = config.get("weight_bytes")
     config = config.get("config", config)
     text = text_config(config)
     if (SIZES | (MLA_SIZES if text.get("kv_lora_rank") else set())) - text.keys():
         return None
+    wrong = [
+        f"{k} is {text[k]}" for k in sorted(SIZES) if not str(text[k]).isdecimal() or not text[k]
+    ]
+    if wrong:
+        raise ValueError(f"{file}: {', '.join(wrong)}; a model has one or more")
     index = path / "model.safetensors.index.json"
     if there := weight_bytes(path):
         return VerifierSizes(text, there, "of its files")
@@ -449,6 +452,7 @@ def make_plan(config: Config, name: str, free_bytes: float | None = None) -> dic
             f"the sizes of the verifier {config.verifier.source} are not known; name a whole "
             f"config.json as plan.verifier, or fetch it: snakemake {config.results}/verifier"
         )
+    extraction_ids(config.extract.layer_ids, sizes.text["num_hidden_layers"])
     lines = read_rates(Path(config.results) / ".state/rates.jsonl")
     tokens = count_tokens(config, run.data)
     layers = len(config.extract.layer_ids) + 1

@@ -3,8 +3,9 @@
 Light on imports: the workflow reads a reference whenever it is planned.
 """
 
-import json
 from pathlib import Path
+
+from eyrie.files import read_json
 
 # What every draft here has. A reference with anything else is another model.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "fc_norm": False}
@@ -67,10 +68,7 @@ def draft_fields(path: Path) -> dict:
     Raises:
         ValueError: there is no such file, or it is not of a Llama draft as they are made here.
     """
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as a draft's config ({error})") from None
+    config = read_json(path)
     config = config.get("config", config)
     nested = "transformer_layer_config" in config
     layer = config.get("transformer_layer_config", config)

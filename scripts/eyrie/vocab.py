@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from eyrie.files import atomic
@@ -93,9 +93,13 @@ def load_map(path: Path, made_of: dict, vocab_size: int) -> tuple[torch.Tensor, 
     Raises:
         ValueError: it is of another verifier, other data or another size, or is no map.
     """
-    with safe_open(path, "pt") as file:
-        found = json.loads((file.metadata() or {}).get("eyrie", "{}"))
-        d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
+    again = "Delete it, and make it again with scripts/vocab.py"
+    try:
+        with safe_open(path, "pt") as file:
+            found = json.loads((file.metadata() or {}).get("eyrie", "{}"))
+            d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}). {again}") from None
     others = [
         f"{key} is {found.get(key, 'not told')}, not {value}"
         for key, value in made_of.items()
@@ -104,7 +108,6 @@ def load_map(path: Path, made_of: dict, vocab_size: int) -> tuple[torch.Tensor, 
     fault = "; ".join(others) or map_fault(d2t, t2d, made_of["draft_vocab_size"], vocab_size)
     if fault:
         raise ValueError(
-            f"{path}: not the vocabulary map of this verifier, data and size: {fault}. Delete it, "
-            "and make it again with scripts/vocab.py"
+            f"{path}: not the vocabulary map of this verifier, data and size: {fault}. {again}"
         )
     return d2t, t2d

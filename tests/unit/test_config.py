@@ -6,7 +6,7 @@ import pytest
 import yaml
 from snakemake.utils import update_config
 
-from eyrie.config import Config, ConfigError, load_config
+from eyrie.config import Config, ConfigError, load_config, missing_files
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = yaml.safe_load((ROOT / "config.yaml").read_text())
@@ -14,7 +14,8 @@ DEFAULT = yaml.safe_load((ROOT / "config.yaml").read_text())
 
 def changed(path: str, value) -> dict:
     config = copy.deepcopy(DEFAULT)
-    *blocks, key = path.split(".")
+    # The name of a run may hold a point, too.
+    *blocks, key = path.split(".", 1) if path.startswith("runs.") else path.split(".")
     block = config
     for name in blocks:
         block = block[name]
@@ -61,11 +62,38 @@ def test_the_default_is_valid():
         ("draft.rope_scaling", {"factor": 2.0}, "linear, yarn, llama3, found None"),
         ("draft.rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "yarn needs original_max_pos"),
         ("draft.reference", "none.json", "draft.reference: .*none.json: cannot be read"),
+        ("draft.reference", {"a": 1}, "draft.reference: .* valid string"),
+        ("conversations", [{"source": "path:a", "sha": None}], "no such key; did you mean sha256"),
+        ("train.lr", float("inf"), "train.lr: .* finite number"),
+        ("plan.prompt_tokens", float("inf"), "finite number"),
+        ("bench.max_new_tokens", 5000, "leaves no room for a prompt in max_model_len"),
+        ("bench.epochs", [0, 99], "epochs: there is no epoch 99"),
+        ("bench.epochs", [0, 0], "epochs: a number is listed twice"),
+        ("sweep", ["1k", "1k"], "sweep: run '1k' is listed twice"),
+        ("sweep", ["1k", "2k"], "sweep: run '2k' is not defined: the config has 10, 1k"),
+        ("runs.a/b", {"data": "1k"}, "runs.a/b: the name is part of a file's"),
+        ("runs.1k.md", {"data": "1k"}, "runs.1k.md: .md is the ending of files"),
+        ("data.", {"conversations": 1}, "data.: the name is part of a file's"),
+        ("prompts.name", "set {v2}", "prompts.name: {v2} would be a wildcard to Snakemake"),
+        ("runs.{run}", {"data": "1k"}, "runs: {run} would be a wildcard"),
+        ("results", "", "results: '' is no folder's name"),
+        ("results", "~/x", "results: '~/x' is no folder's name"),
     ],
 )
 def test_a_mistake_is_named(path, value, message):
     with pytest.raises(ConfigError, match=message):
         load_config(changed(path, value))
+
+
+def test_files_that_are_named_must_be_there(tmp_path):
+    config = copy.deepcopy(DEFAULT) | {"results": str(tmp_path)}
+    config["verifier"]["chat_template"] = "none.jinja"
+    config["train"]["init_from"] = str(tmp_path / "ckpt_10")  # which a rule makes
+    config["runs"]["1k"]["bench"] = {"drafts": {"pub": "none"}, "prompt_files": {"own": str(ROOT)}}
+    assert missing_files(load_config(config)) == [
+        "verifier.chat_template: none.jinja: no such file or folder",
+        "runs.1k.bench.drafts.pub: none: no such file or folder",
+    ]
 
 
 def test_all_mistakes_are_told_at_once():
@@ -103,7 +131,7 @@ def test_the_whole_vocabulary():
 def test_names_that_yaml_reads_as_numbers():
     config = copy.deepcopy(DEFAULT)
     config["data"] = {10: {"conversations": 10}}
-    config["runs"] = {10: {"data": 10}}
+    config["runs"], config["sweep"] = {10: {"data": 10}}, []
     assert load_config(config).runs["10"].data == "10"
 
 

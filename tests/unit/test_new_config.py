@@ -1,5 +1,6 @@
 """Configs written for verifiers: those that come with the project, tiny ones, a nested one."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,14 @@ def test_what_cannot_be_is_refused(tmp_path):
     assert "Traceback" not in done.stderr and not out.exists()
     (tmp_path / "config.json").write_text(reference.read_text())
     done = write(tmp_path / "none", "--gpu-memory", 80, "--out", out)
-    assert done.returncode == 1 and "cannot be read as a verifier's config" in done.stderr
+    assert done.returncode == 1 and "cannot be read as JSON" in done.stderr
+    config = json.loads(reference.read_text())
+    config["config"]["text_config"]["num_attention_heads"] = 0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = write(tmp_path / "config.json", "--gpu-memory", 80, "--out", out)
+    assert done.returncode == 1 and "num_attention_heads is 0" in done.stderr
+    done = write(reference, "--gpu-memory", "nan", "--out", out)
+    assert done.returncode == 1 and "--gpu-memory: nan is not" in done.stderr
     out.write_text("kept")
     done = write(reference, "--gpu-memory", 80, "--out", out)
     assert done.returncode == 1 and "exists" in done.stderr and out.read_text() == "kept"

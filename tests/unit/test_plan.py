@@ -240,10 +240,14 @@ def test_the_command_prints_a_table_and_writes_the_plan(tmp_path):
         (["--run", "1k", "--config", "none.yaml"], "none.yaml"),
         (["--run", "1k", "--config", "odd.yaml"], "config: odd: there is no such key"),
         (["--run", "1k", "--config", "hub.yaml"], "hf:a/b@main are not known; name a whole"),
-        (["--run", "1k", "--config", "bad.yaml"], "bad.json: cannot be read as a verifier's"),
+        (["--run", "1k", "--config", "bad.yaml"], "bad.json: cannot be read as JSON"),
+        (["--run", "1k", "--config", "list.yaml"], "list.yaml: holds no keys but ['results']"),
+        (["--run", "1k", "--config", "layers.yaml"], "layer_ids [2, 99]: give ascending ids"),
     ],
 )
 def test_a_mistake_is_one_clear_line(tmp_path, arguments, message):
+    Path("list.yaml").write_text("[results]")
+    Path("layers.yaml").write_text("extract: {layer_ids: [2, 99]}")
     Path("odd.yaml").write_text("odd: 1")
     Path("hub.yaml").write_text("verifier: {source: 'hf:a/b@main', sha256: null}")
     Path("bad.json").write_text("{")

@@ -544,6 +544,22 @@ def test_same_inputs_same_bytes_in_another_process(tmp_path):
     assert (tmp_path / "report_1k.html").read_text() == once
 
 
+@pytest.mark.parametrize("script", [draw, report])
+def test_a_file_that_is_cut_off_is_named_and_the_old_page_stays(tmp_path, script):
+    once = write_report(tmp_path, made_up(), measurements())
+    command = write_inputs(tmp_path, made_up(), measurements())
+    (tmp_path / "bench.json").write_text('{"methods": [')
+    figures = sorted((tmp_path / "report_1k").iterdir())
+    with pytest.raises(SystemExit, match=r"bench\.json: cannot be read as JSON"):
+        if script is draw:
+            draw_figures(tmp_path)
+        else:
+            with patch("sys.argv", command):
+                report.main()
+    assert (tmp_path / "report_1k.html").read_text() == once
+    assert sorted((tmp_path / "report_1k").iterdir()) == figures
+
+
 def test_a_report_loads_nothing_that_draws():
     """Drawing takes longer than all else, and an edit of the template shall be seen at once."""
     code = "import sys; import report; print('matplotlib' in sys.modules)"

@@ -145,6 +145,9 @@ def test_a_map_of_anything_else_is_refused(tmp_path):
     save_file(dict(zip(("d2t", "t2d"), good_map(), strict=True)), path)
     with pytest.raises(ValueError, match="verifier is not told"):
         load_map(path, own, 8)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=f"{path}: cannot be read"):
+        load_map(path, own, 8)
 
 
 def run(inputs: Path, out: Path, *options: str) -> subprocess.CompletedProcess:

@@ -234,7 +234,9 @@ def test_training_and_serving_agree_on_held_out_rows(job):
         (["--config", "train={epoch: 3}"], "did you mean epochs"),
         (["--config", "train={epochs: many}"], "train.epochs"),
         (["--config", "vocab={draft_vocab_size: 513}"], "513 is more than the verifier's"),
-        (["--config", "draft={reference: none.json}"], "none.json: cannot be read as a draft's"),
+        (["--config", "draft={reference: none.json}"], "none.json: cannot be read as JSON"),
+        (["--config", "train={init_from: nowhere}"], "train.init_from: nowhere: no such file"),
+        (["--config", "extract={layer_ids: [2, 9]}"], "layer_ids [2, 9]: give ascending ids"),
         (["results/tiny/report_2k.html"], "run '2k' is not defined: the config has"),
     ],
 )
