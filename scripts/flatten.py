@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from eyrie.checkpoint import expected_tensors, flat_name, is_nested, read_config
+from eyrie.checkpoint import expected_tensors, flat_name, is_nested, read_config, read_header
 from eyrie.checks import check_light, tell
 from eyrie.draft import flat_config, write_flat
 from eyrie.layouts import write_layout
@@ -32,10 +32,11 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """A draft's weights under the flat layout's names, in bf16; d2t int64 and t2d bool.
 
     Raises:
-        ValueError: there are none in safetensors files.
+        ValueError: there are none in safetensors files, or one is cut off.
     """
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
+        read_header(path)
         with safe_open(path, "pt") as file:
             for name in file.keys():
                 tensor, plain = file.get_tensor(name), name

@@ -12,8 +12,8 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from safetensors import safe_open
 
+from eyrie.checkpoint import WEIGHTS, read_header
 from eyrie.drawing import SERIES, canvas, finish, plot_positions, svg
 from eyrie.files import read_json, write_json
 from eyrie.page import fill, fixed, inline, plain, write_page
@@ -27,9 +27,8 @@ def read_draft(checkpoint: Path, *files: Path) -> dict:
     steps = metrics[metrics["kind"] == "step"]
     epochs = metrics[metrics["kind"] == "epoch"].set_index("epoch", drop=False)
     epochs["minutes"] = steps.groupby("epoch")["seconds"].sum().cumsum() / 60
-    weights = checkpoint / "model.safetensors"
-    with safe_open(weights, "np") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
+    weights = checkpoint / WEIGHTS
+    shapes = {name: shape for name, (_, shape) in read_header(weights).items()}
     return {
         "run": bench["run"],
         "config": manifest["config"],

@@ -36,6 +36,11 @@ def from_yaml(value):
     return yaml.safe_load(value) if isinstance(value, str) else value
 
 
+def from_iso(value) -> datetime.date:
+    """A date as YAML or the command line has it; pydantic takes numbers for seconds since 1970."""
+    return datetime.date.fromisoformat(str(value))
+
+
 # 4.0, 32k and true are mistakes where a count is meant.
 Whole = Annotated[int, BeforeValidator(from_command_line), Field(strict=True)]
 Count = Annotated[Whole, Field(ge=0)]
@@ -86,7 +91,7 @@ class Shard(Block):
     on_bad_file: Literal["stop", "keep"]
     max_reject_fraction: Fraction
     system_turns: Literal["merge", "drop", "reject"]
-    date: datetime.date
+    date: Annotated[datetime.date, BeforeValidator(from_iso)]
     template_options: dict[str, Any]
 
 

