@@ -32,7 +32,8 @@ for data in C.data:
                 runtime=C.extract.runtime,
                 # Memory tuning changes no state, and a resource reruns nothing. A retry takes half.
                 gpu_memory_percent=round(100 * C.extract.gpu_memory_utilization),
-                kv_cache_gib=C.extract.kv_cache_gib,
+                # As text: of a number Snakemake keeps the whole part.
+                cache=f"--kv-cache-gib={C.extract.kv_cache_gib}",
                 max_num_seqs=halved(C.extract.max_num_seqs),
                 max_num_batched_tokens=halved(C.extract.max_num_batched_tokens),
             params:
@@ -74,7 +75,7 @@ for data in C.data:
                     --max-model-len {params.max_model_len} \
                     --gpus {resources.gpu} \
                     --gpu-memory-percent {resources.gpu_memory_percent} \
-                    --kv-cache-gib {resources.kv_cache_gib} \
+                    {resources.cache} \
                     --max-num-seqs {resources.max_num_seqs} \
                     --max-num-batched-tokens {resources.max_num_batched_tokens}
                 """

@@ -214,6 +214,8 @@ def test_a_model_that_hands_over_no_states_is_refused_before_the_load(tmp_path):
     MixtralConfig(architectures=["MixtralForCausalLM"]).save_pretrained(verifier)
     script = ROOT / "scripts/extract.py"
     command = [python(), str(script), *arguments(tmp_path, verifier, "float32", 64)]
+    # Its states and keys are large.
+    command += ["--kv-cache-gib", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "extract: verifier of type mixtral: vLLM's MixtralForCausalLM does not" in done.stderr
