@@ -130,7 +130,7 @@ def test_two_nodes_train_together(slurm, finished, tmp_path):
     reads two batches a step."""
     folder = tmp_path / "job"
     subprocess.run(["cp", "-a", finished, folder], check=True)
-    target = ["results/tiny/ckpt_tiny", "-s", ROOT / "Snakefile"]
+    target = ["results/tiny/check_tiny.json", "-s", ROOT / "Snakefile"]
     target += [f"--configfile={ROOT / 'configs/tiny.yaml'}"]
     target += ["--set-resources", "train:slurm_partition=both", "--config", "train={nodes: 2}"]
     code, output = ended(snakemake(folder, slurm, *target), folder)

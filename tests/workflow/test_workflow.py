@@ -199,7 +199,9 @@ def test_an_edit_reruns_what_uses_it(job, tmp_path):
     for change, jobs in {
         "train={lr: 0.5}": trained,
         "train={init_from: inputs/draft}": trained,
+        "draft={sliding_window: 8}": {"preflight", *trained},
         f"draft={{reference: {shape}}}": {"preflight", *trained},
+        "vocab={draft_vocab_size: 300}": {"preflight", "vocab", *trained},
         "vocab={draft_vocab_size: full}": {"preflight", "vocab", *trained},
         # Another run on the same states is none of this one's concern.
         "runs={tiny: {data: tiny}, other: {data: tiny, train: {lr: 1}}}": {"plan"},
