@@ -24,7 +24,7 @@ from eyrie.checks import (
     passed,
     tell,
 )
-from eyrie.files import log_line, write_json
+from eyrie.files import log_line, read_json, write_json
 from eyrie.loads import check_loads
 from eyrie.provenance import peak_rss_bytes
 from eyrie.verifier import text_sizes
@@ -72,10 +72,13 @@ def main() -> None:
         sys.exit(f"check: {args.draft}: there is no such folder")
     try:
         verifier = text_sizes(args.verifier, args.trust_remote_code)
-        path = args.draft / "manifest.json"
-        manifest = json.loads(path.read_text()) if path.exists() else {}
     except (OSError, ValueError) as error:
         sys.exit(f"check: {args.verifier}: {error}")
+    try:
+        path = args.draft / "manifest.json"
+        manifest = read_json(path) if path.exists() else {}
+    except ValueError as error:
+        sys.exit(f"check: {error}")
     epochs = sorted((p.name for p in args.draft.iterdir() if p.name.isdigit()), key=int)
     names = {"chosen": ""} | {name: name for name in epochs}
     results, configs, told = {}, {}, {}

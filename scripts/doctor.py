@@ -9,13 +9,11 @@ Exit 0: nothing disagrees. 1: something does. 2: it could not be looked at.
 """
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -23,7 +21,7 @@ from eyrie.chat import PROBE, Chat, load_tokenizer
 from eyrie.checks import check_folder
 from eyrie.conversations import Reject
 from eyrie.draft import DraftShape, flat_config
-from eyrie.files import sha256_file, write_json
+from eyrie.files import read_json, read_table, sha256_file, write_json
 from eyrie.hidden import HiddenStates, split
 from eyrie.prompts import read_prompts
 from eyrie.reference import layer_fields
@@ -109,8 +107,8 @@ class Known:
     bench: dict | None
 
 
-def read_json(path: Path | None) -> dict | None:
-    return json.loads(path.read_text()) if path and path.exists() else None
+def read_known(path: Path | None) -> dict | None:
+    return read_json(path) if path and path.exists() else None
 
 
 def trained_on(tree: Path, fingerprints: list[str]) -> list[Path]:
@@ -129,11 +127,11 @@ def look_around(args) -> Known:
     is_epoch = folder.name.isdigit() and (folder.parent / "manifest.json").exists()
     run = folder.parent if is_epoch else folder
     tree, name = run.parent, run.name.removeprefix("ckpt_")
-    manifest = read_json(run / "manifest.json")
+    manifest = read_known(run / "manifest.json")
     epoch, estimate, hidden = None, [], args.hidden
     if manifest:
         epoch = int(folder.name) if is_epoch else manifest["chosen_epoch"]
-        metrics = pd.read_parquet(run / "metrics.parquet")
+        metrics = read_table(run / "metrics.parquet")
         row = metrics[(metrics.kind == "epoch") & (metrics.epoch == epoch)].iloc[0]
         estimate = [float(row[f"full_acc_{k}"]) for k in range(manifest["config"]["ttt_steps"])]
         hidden = hidden or trained_on(tree, manifest["data"])
@@ -148,10 +146,10 @@ def look_around(args) -> Known:
         manifest,
         estimate,
         hidden,
-        read_json(account),
+        read_known(account),
         beside(args.vocab, tree / f"vocab_{name}.safetensors"),
         beside(args.prompts, tree / "prompts"),
-        read_json(args.bench or tree / f"bench_{name}.json"),
+        read_known(args.bench or tree / f"bench_{name}.json"),
     )
 
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eyrie.drawing import SERIES, canvas, finish, plot_positions, svg
-from eyrie.files import log_line, read_json
+from eyrie.files import log_line, read_json, read_table
 from eyrie.page import COLOURS, fixed, positions, smoothing
 
 
@@ -226,9 +226,9 @@ def main() -> None:
     try:
         chosen = read_json(args.checkpoint / "manifest.json")["chosen_epoch"]
         files = [read_json(path) for path in (args.vocab, args.hidden, args.bench)]
+        metrics = read_table(args.checkpoint / "metrics.parquet")
     except ValueError as error:
         sys.exit(f"draw: {error}")
-    metrics = pd.read_parquet(args.checkpoint / "metrics.parquet")
     figures = draw(metrics, chosen, *files)
     partial = args.out.with_name(args.out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

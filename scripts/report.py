@@ -10,10 +10,8 @@ import shlex
 import sys
 from pathlib import Path
 
-import pandas as pd
-
 from eyrie.benchmark_page import benchmark
-from eyrie.files import atomic, read_json
+from eyrie.files import atomic, read_json, read_table
 from eyrie.markdown import to_markdown
 from eyrie.page import duration, fill, inline, positions, smoothing, write_page
 
@@ -180,10 +178,10 @@ def main() -> None:
         }
         data["manifest"] = read_json(args.checkpoint / "manifest.json")
         identities = [read_json(path) for path in args.identities]
+        data["metrics"] = read_table(args.checkpoint / "metrics.parquet")
+        data["measurements"] = read_table(args.measurements, converters={"category": str})
     except ValueError as error:
         sys.exit(f"report: {error}")
-    data["metrics"] = pd.read_parquet(args.checkpoint / "metrics.parquet")
-    data["measurements"] = pd.read_csv(args.measurements, converters={"category": str})
     data["identities"] = {
         # Of several sources of conversations each has a number.
         f"conversations {path.stem}" if path.stem.isdecimal() else path.stem: identity

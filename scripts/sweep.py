@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eyrie.checkpoint import WEIGHTS, read_header
 from eyrie.drawing import SERIES, canvas, finish, plot_positions, svg
-from eyrie.files import read_json, write_json
+from eyrie.files import read_json, read_table, write_json
 from eyrie.page import fill, fixed, inline, plain, write_page
 
 
@@ -23,7 +23,7 @@ def read_draft(checkpoint: Path, *files: Path) -> dict:
     """Return what the page tells of a draft. `files` are of vocab, check and bench."""
     manifest, vocab, check, bench = map(read_json, (checkpoint / "manifest.json", *files))
     served = next(m for m in bench["methods"] if m["method"] == "eagle3")
-    metrics = pd.read_parquet(checkpoint / "metrics.parquet")
+    metrics = read_table(checkpoint / "metrics.parquet")
     steps = metrics[metrics["kind"] == "step"]
     epochs = metrics[metrics["kind"] == "epoch"].set_index("epoch", drop=False)
     epochs["minutes"] = steps.groupby("epoch")["seconds"].sum().cumsum() / 60

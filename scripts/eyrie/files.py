@@ -56,6 +56,21 @@ def read_json(path: str | Path) -> dict:
     return value
 
 
+def read_table(path: str | Path, **options):
+    """The pandas.DataFrame of a Parquet or CSV file; `options` are of pandas' reader.
+
+    Raises:
+        ValueError: naming the file, which is not there or no such table.
+    """
+    import pandas as pd  # most who write files read no table, and it takes half a second
+
+    read = pd.read_csv if Path(path).suffix == ".csv" else pd.read_parquet
+    try:
+        return read(path, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as a table ({error})") from None
+
+
 def log_line(path: str | Path | None, **values) -> None:
     """Append one JSON line to a stage's log, if it has one."""
     if path:

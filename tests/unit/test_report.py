@@ -544,13 +544,23 @@ def test_same_inputs_same_bytes_in_another_process(tmp_path):
     assert (tmp_path / "report_1k.html").read_text() == once
 
 
-@pytest.mark.parametrize("script", [draw, report])
-def test_a_file_that_is_cut_off_is_named_and_the_old_page_stays(tmp_path, script):
+@pytest.mark.parametrize(
+    "script, name, content, message",
+    [
+        (draw, "bench.json", '{"methods": [', r"bench\.json: cannot be read as JSON"),
+        (report, "bench.json", '{"methods": [', r"bench\.json: cannot be read as JSON"),
+        (report, "bench_1k.csv", "", r"bench_1k\.csv: cannot be read as a table"),
+        (draw, "ckpt_1k/metrics.parquet", "PAR1", r"metrics\.parquet: cannot be read as a table"),
+    ],
+)
+def test_a_file_that_is_cut_off_is_named_and_the_old_page_stays(
+    tmp_path, script, name, content, message
+):
     once = write_report(tmp_path, made_up(), measurements())
     command = write_inputs(tmp_path, made_up(), measurements())
-    (tmp_path / "bench.json").write_text('{"methods": [')
+    (tmp_path / name).write_text(content)
     figures = sorted((tmp_path / "report_1k").iterdir())
-    with pytest.raises(SystemExit, match=r"bench\.json: cannot be read as JSON"):
+    with pytest.raises(SystemExit, match=message):
         if script is draw:
             draw_figures(tmp_path)
         else:
