@@ -51,6 +51,7 @@ rule bench:
         samples=of_run("bench", "samples"),
         profile=run_flag("bench", "profile"),
         draft_gpus=lambda wildcards: C.runs[wildcards.run].bench.draft_gpus or 0,
+        compile=run_flag("bench", "compile"),
         dtype=C.verifier.dtype,
         trust=flag("trust-remote-code", C.verifier.trust_remote_code),
         # Here the engine's settings decide the figures, so a change of one measures again.
@@ -95,6 +96,7 @@ rule bench:
             --samples {params.samples} \
             {params.profile:q} \
             --draft-gpus {params.draft_gpus} \
+            {params.compile:q} \
             --dtype {params.dtype} \
             --gpus {resources.gpu} \
             --gpu-memory-percent {params.gpu_memory_percent} \

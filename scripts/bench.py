@@ -254,7 +254,7 @@ def fingerprint(methods: list[dict], prompts: Prompts, identity: dict, args) -> 
     """All that decides a measurement: engine, models, prompts, machine and code."""
     from eyrie.shards import token_hash
 
-    settings = ("dtype", "gpus", "draft_gpus", "gpu_memory_percent", "kv_cache_gib",
+    settings = ("dtype", "gpus", "draft_gpus", "compile", "gpu_memory_percent", "kv_cache_gib",
                 "max_model_len", "max_num_seqs", "max_num_batched_tokens", "turns", "repeats",
                 "interleave", "max_new_tokens", "samples", "draft_tokens", "concurrency",
                 "every_pair", "prompts_elsewhere", "held_out_methods", "profile")  # fmt: skip
@@ -449,10 +449,11 @@ def compare(args) -> tuple[dict, list[dict]]:
         "settings": {
             "dtype": dtype,
             "temperature": 0.0,
-            **{
-                key: getattr(args, key)
-                for key in ("gpus", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
-            },
+            "gpus": args.gpus,
+            "compile": args.compile,
+            "max_model_len": args.max_model_len,
+            "max_num_seqs": args.max_num_seqs,
+            "max_num_batched_tokens": args.max_num_batched_tokens,
         },
         "versions": made_of["versions"],
         "fingerprint": made_of,

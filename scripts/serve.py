@@ -188,7 +188,7 @@ def main() -> None:
             if row["repeat"] == 0
             and all(row[k] == draft[k] for k in ("set", "method", "draft_tokens", "concurrency"))
         ]
-    args.dtype = bench["settings"]["dtype"]
+    args.dtype, args.compile = bench["settings"]["dtype"], bench["settings"]["compile"]
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]

@@ -179,6 +179,7 @@ Settings = Annotated[list[Positive], Field(min_length=1)]
 
 class Bench(Engine):
     draft_gpus: Positive | None
+    compile: Flag
     methods: list[Literal["ngram", "suffix"]]
     epochs: list[Count]
     drafts: dict[Name, str]

@@ -93,8 +93,7 @@ def engine_arguments(args) -> dict:
         arguments["tensor_parallel_size"] = args.gpus
         arguments["gpu_memory_utilization"] = args.gpu_memory_percent / 100
     else:
-        # Compiling costs minutes and gains little on two cores.
-        arguments["enforce_eager"] = True
+        arguments["enforce_eager"] = not args.compile
         arguments["kv_cache_memory_bytes"] = round(args.kv_cache_gib * 2**30)
     return arguments
 
@@ -169,6 +168,7 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--gpus", type=int, default=0, help="tensor parallel size; 0 is a CPU")
+    parser.add_argument("--compile", action="store_true", help="on a CPU; a GPU always does")
     parser.add_argument("--gpu-memory-percent", type=int, default=90, help="of each GPU's")
     parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="on a CPU")
     parser.add_argument("--max-model-len", type=int, default=1024)

@@ -202,7 +202,7 @@ def made_up() -> dict:
                 "estimated_acceptance_length": 1.6225,
                 "acceptance_length": 1.5725,
             },
-            "settings": {"temperature": 0, "gpu_memory_utilization": 0.9},
+            "settings": {"temperature": 0, "gpus": 0, "compile": False},
             "versions": {"vllm": "0.32.0"},
             "seconds": 75.0,
         },
