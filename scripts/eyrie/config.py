@@ -463,6 +463,11 @@ def load_config(values: dict) -> Config:
             f"extract.max_model_len, {config.extract.max_model_len}"
         )
     for name, run in config.runs.items():
+        if run.train.ttt_warmup_epochs >= run.train.epochs and run.train.ttt_steps > 1:
+            problems.append(
+                f"runs.{name}.train.ttt_warmup_epochs: {run.train.ttt_warmup_epochs} of "
+                f"{run.train.epochs} epochs leave none that looks ttt_steps ahead"
+            )
         problems += [f"runs.{name}.draft.{problem}" for problem in _shape_problems(run.draft)]
         problems += [
             f"runs.{name}.bench.{problem}"

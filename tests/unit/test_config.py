@@ -68,6 +68,7 @@ def test_the_default_is_valid():
         ("train.lr", float("inf"), "train.lr: .* finite number"),
         ("plan.prompt_tokens", float("inf"), "finite number"),
         ("bench.max_new_tokens", 5000, "leaves no room for a prompt in max_model_len"),
+        ("train.epochs", 2, "ttt_warmup_epochs: 3 of 2 epochs leave none"),
         ("bench.epochs", [0, 99], "epochs: there is no epoch 99"),
         ("bench.epochs", [0, 0], "epochs: a number is listed twice"),
         ("sweep", ["1k", "1k"], "sweep: run '1k' is listed twice"),
@@ -117,11 +118,11 @@ def test_one_source_stands_without_a_list():
 
 
 def test_numbers_and_switches_of_the_command_line_are_text():
-    config = changed("train.epochs", "3")
+    config = changed("train.epochs", "5")
     config["draft"]["norm_before_residual"] = "false"
     config["draft"]["rope_scaling"] = {"rope_type": "linear", "factor": "2.0"}
     loaded = load_config(config)
-    assert loaded.train.epochs == 3 and loaded.draft.norm_before_residual is False
+    assert loaded.train.epochs == 5 and loaded.draft.norm_before_residual is False
     assert loaded.draft.rope_scaling == {"rope_type": "linear", "factor": 2.0}
 
 
