@@ -223,8 +223,8 @@ def samples(rows: list[dict], prompts: Prompts) -> list[dict]:
 
 
 def estimated(args) -> list[float]:
-    """The accuracy of each draft position on held-out rows after the chosen epoch, of as many
-    positions as training looked ahead."""
+    """The accuracy of each draft position on held-out rows after the chosen epoch, where serving
+    would draft, of as many positions as training looked ahead."""
     import pandas as pd
 
     manifest = json.loads((args.checkpoint / "manifest.json").read_text())
@@ -232,7 +232,7 @@ def estimated(args) -> list[float]:
     (chosen,) = history[
         (history.kind == "epoch") & (history.epoch == manifest["chosen_epoch"])
     ].to_dict("records")
-    return [chosen[f"full_acc_{k}"] for k in range(manifest["config"]["ttt_steps"])]
+    return [chosen[f"served_acc_{k}"] for k in range(manifest["config"]["ttt_steps"])]
 
 
 def machine() -> dict:

@@ -47,6 +47,8 @@ from eyrie.warm_start import content, warm_start
 def digest(args, shape: DraftShape, states: HiddenStates, ranks: int) -> str:
     """Everything that decides the weights."""
     parts = {
+        # What its history tells of an epoch, which a state of before does not: served_acc_k.
+        "history": 2,
         "hidden": [path.stat().st_size for path in args.hidden],
         "fingerprints": [rows.metadata for rows in states.rows],
         "vocab": sha256_file(args.vocab),

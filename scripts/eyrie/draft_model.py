@@ -115,7 +115,9 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
         ttt_step_loss_decay: float = 1.0,
         **_,
     ):
-        """Returns (None, loss, metrics) as the stock forward does, without its draft tokens."""
+        """Returns (draft tokens, loss, metrics) as the stock forward does. Of the draft tokens, a
+        step's [1, T] in the draft's own ids, only those are given that are the verifier's own
+        choice; the others are -1."""
         length = int((document_ids[0] >= 0).sum())
         ids, positions = input_ids[0, :length], position_ids[0, :length]
         supervised = loss_mask[0, :length].bool()
@@ -124,7 +126,7 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
         active = torch.stack([ahead[s : s + length] for s in range(ttt_steps)]).any(0)
         active = active.nonzero().flatten()
         if not len(active):
-            return None, self.fc.weight.sum() * 0, {}
+            return [], self.fc.weight.sum() * 0, {}
         dtype = self.fc.weight.dtype
         layer, attention = self.layers[0], self.layers[0].self_attn
         attend = RowAttention(active, document_ids[0, :length])
@@ -150,7 +152,7 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
         drafting = supervised[active]
         loss = hidden.new_zeros((), dtype=torch.float32)
         metrics: dict[str, torch.Tensor] = {}
-        keys, values = [], []
+        keys, values, draft_tokens = [], [], []
 
         def heads_of(x):
             return x.unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
@@ -197,6 +199,8 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
             still = torch.zeros_like(drafting)
             still[drafted] = correct
             drafting = drafting & still
+            draft_tokens.append(torch.full_like(input_ids, -1))
+            draft_tokens[-1][0, active[drafted][correct]] = wanted[1][correct]
             metrics |= {
                 f"loss_{step}_sum": step_loss.detach(),
                 f"loss_{step}_total": torch.tensor(1.0),
@@ -204,4 +208,4 @@ class CPUEagle3DraftModel(Eagle3DraftModel):
                 f"full_acc_{step}_total": torch.tensor(float(count)),
             }
         metrics |= {"loss_sum": loss.detach(), "loss_total": torch.tensor(1.0)}
-        return None, loss, metrics
+        return draft_tokens, loss, metrics

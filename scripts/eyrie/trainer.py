@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from speculators.train.optimizers import build_optimizers
@@ -59,6 +60,38 @@ def ratios(metrics: dict[str, float]) -> dict[str, float]:
     return {k: round(v, 6) for k, v in values.items()} | {
         "acceptance_length": round(1 + sum(accuracies), 6)
     }
+
+
+def walk(
+    draft_tokens: list[torch.Tensor], target_ids: torch.Tensor, loss_mask: torch.Tensor
+) -> dict[str, float]:
+    """The accuracies of draft positions, cumulative, as a server would find them on these rows.
+
+    draft_tokens: of each step s those [1, T] drafted from position p for p + s; target_ids [1, T]
+    the verifier's choice, in the draft's ids; loss_mask [1, T].
+
+    A server drafts at an answer's beginning and then where its own token follows the accepted ones.
+    Those are the harder positions: of a run of easy ones it sees the first alone. Returns
+    {served_acc_k_sum, served_acc_k_total}.
+    """
+    mask = loss_mask[0].bool()
+    accepted, right = torch.zeros_like(target_ids[0]), mask
+    for step, tokens in enumerate(draft_tokens):
+        wanted = F.pad(target_ids[0, step:], (0, step), value=-2)
+        right = right & F.pad(mask[step:], (0, step)) & (tokens[0] == wanted)
+        accepted += right
+    lengths, place = [], 0
+    mask, accepted = mask.tolist(), accepted.tolist()
+    while place < len(mask):
+        if mask[place]:
+            lengths.append(accepted[place])
+            place += accepted[place]
+        place += 1
+    metrics = {}
+    for step in range(len(draft_tokens)):
+        metrics[f"served_acc_{step}_sum"] = float(sum(length > step for length in lengths))
+        metrics[f"served_acc_{step}_total"] = float(len(lengths))
+    return metrics
 
 
 class DraftTrainer(Trainer):
@@ -333,8 +366,12 @@ class DraftTrainer(Trainer):
         self.model.eval()
         sums: dict[str, float] = {}
         for batch in self.val_loader:
+            batch = self.to_device(batch)
             with self.autocast():
-                _, _, metrics = self.model(**self.to_device(batch), **self.config.val_call_kwargs)
+                drafted, _, metrics = self.model(**batch, **self.config.val_call_kwargs)
+                last = batch["verifier_last_hidden_states"].to(self.model.fc.weight.dtype)
+                target = self.model.verifier_lm_head(self.model.verifier_norm(last))
+            metrics |= walk(drafted, target.argmax(-1), batch["loss_mask"])
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return ratios(sums)

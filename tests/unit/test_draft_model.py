@@ -30,6 +30,7 @@ from eyrie.draft import (
 )
 from eyrie.draft_model import CPUEagle3DraftModel
 from eyrie.shards import SAFETENSORS_DTYPES
+from eyrie.trainer import walk
 from eyrie.verifier import load_verifier_config, read_text_config
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +124,36 @@ def test_losses_gradients_and_accuracies_equal_the_stock_step(inputs, changes):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
     for name, value in metrics.items():
         assert float(value) == pytest.approx(float(stock_metrics[name]), rel=1e-5), name
+
+
+def test_a_server_walks_over_the_stock_steps_draft_tokens(inputs):
+    found = []
+    for cls in (Eagle3DraftModel, CPUEagle3DraftModel):
+        # Of two tokens every other one is right.
+        model, rows = model_of(cls, inputs, shape(), size=2), batch(lengths=(40, 60))
+        loss = resolve_loss_config("kl_div", "eager")
+        drafted, _, _ = model(**rows, ttt_steps=3, loss_config=loss)
+        last = model.verifier_norm(rows["verifier_last_hidden_states"])
+        target_ids = model.verifier_lm_head(last).argmax(-1)
+        found.append(walk(drafted, target_ids, rows["loss_mask"]))
+    assert found[0] == found[1]
+    assert found[0]["served_acc_0_sum"] > found[0]["served_acc_1_sum"] > 0
+
+
+def test_a_server_drafts_where_its_own_token_follows_the_accepted():
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0, 1, 1]])
+    target_ids = torch.arange(10)[None]
+    steps = [target_ids.roll(-step).clone() for step in range(2)]
+    # From 1 and 3 the first step alone is right.
+    steps[1][0, 1] = steps[1][0, 3] = -1
+    # It drafts at 1, 3 and 5, where the answer ends behind the first step, and at 8.
+    found = walk(steps, target_ids, mask)
+    assert found == {
+        "served_acc_0_sum": 4.0,
+        "served_acc_0_total": 4.0,
+        "served_acc_1_sum": 1.0,
+        "served_acc_1_total": 4.0,
+    }
 
 
 def test_a_batch_without_supervised_tokens_adds_nothing(inputs):
