@@ -43,7 +43,7 @@ def test_bad_input_stops_before_the_engine(inputs, tmp_path, config, message):
         (
             None,
             "results/report_10k.html",
-            "15 jobs left; at most 7.0 h one after the other, 0.0 GPU",
+            "15 jobs left; at most 7.5 h one after the other, 0.0 GPU",
         ),
         ("llama31_8b", "results/llama31_8b/ckpt_1k", "9 jobs left; at most 11.2 h"),
         ("qwen3_8b", "results/qwen3_8b/ckpt_1k", "9 jobs left; at most 11.2 h"),
