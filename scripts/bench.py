@@ -331,7 +331,7 @@ def main() -> None:
     # vLLM's n-gram search is numba's, whose OpenMP threads would leave its engine one thread for
     # all else: it served at 0.69 of the baseline's speed, with as good as no drafts.
     os.environ["NUMBA_THREADING_LAYER"] = "workqueue"
-    engine.prepare(args.gpus, in_process=False)
+    engine.prepare(args.gpus, in_process=False, compiled=args.compile)
     started = time.time()
     # It imports while the prompts are made here.
     forkserver.set_forkserver_preload([*engine.PRELOAD, "eyrie.serving"])

@@ -175,11 +175,12 @@ def main() -> None:
     engine.add_arguments(parser)
     args = parser.parse_args()
 
-    engine.prepare(args.gpus, in_process=False)
+    bench = json.loads(args.bench.read_text())
+    args.dtype, args.compile = bench["settings"]["dtype"], bench["settings"]["compile"]
+    engine.prepare(args.gpus, in_process=False, compiled=args.compile)
     # The server's engine is always a process of its own.
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     started = time.time()
-    bench = json.loads(args.bench.read_text())
     draft = next(m for m in bench["methods"] if m["method"] == "eagle3")
     with open(args.rows) as file:
         rows = [
@@ -188,7 +189,6 @@ def main() -> None:
             if row["repeat"] == 0
             and all(row[k] == draft[k] for k in ("set", "method", "draft_tokens", "concurrency"))
         ]
-    args.dtype, args.compile = bench["settings"]["dtype"], bench["settings"]["compile"]
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]

@@ -14,11 +14,11 @@ QUEUE_BYTES = 1 << 28
 PRELOAD = ["vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_model_runner"]
 
 
-def set_environment(gpus: int, in_process: bool) -> None:
+def set_environment(gpus: int, in_process: bool, compiled: bool = False) -> None:
     """Set what vLLM reads from the environment; call it before vllm is imported.
 
     in_process: the engine runs in this process, which starts sooner, ends with it, and outlives
-    an out-of-memory error. On a CPU it always does.
+    an out-of-memory error. On a CPU it always does. compiled: whether an engine on a CPU is to be.
     """
     # vLLM warns of what every engine here chooses on purpose; its errors are told.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -36,16 +36,20 @@ def set_environment(gpus: int, in_process: bool) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # It would go over the engine's own argument, and counts whole GiB.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if not compiled:
+        # What little vLLM compiles all the same, the ranks of log-probabilities, takes each engine
+        # four seconds for nothing.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     # vLLM's MLA on a CPU takes blocks of 16 and a draft's attention blocks of 32, so neither would
     # serve with the other. Without MLA the same weights run as plain attention.
     os.environ.setdefault("VLLM_MLA_DISABLE", "1")
 
 
-def prepare(gpus: int, in_process: bool) -> None:
+def prepare(gpus: int, in_process: bool, compiled: bool = False) -> None:
     """As `set_environment`, for a process that is to run an engine. On a CPU it is started again
     with Intel's OpenMP preloaded, as vLLM asks for: speculative decoding is slow with the
     compiler's own."""
-    set_environment(gpus, in_process)
+    set_environment(gpus, in_process, compiled)
     if gpus:
         return
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
