@@ -57,6 +57,8 @@ KILLED = (
     "killed by signal 9, most often for want of memory: lower extract.max_num_seqs or kv_cache_gib"
 )
 shell.prefix(
+    # Snakemake's own, which a prefix replaces.
+    "set -euo pipefail; "
     f"trap '[ $? != 137 ] || echo {KILLED} >&2' EXIT; "
     f"{shlex.quote(sys.executable)} -SE {shlex.quote(str(SCRIPTS / 'eyrie/jobs.py'))} $$ $PPID & "
     f"export SCRIPTS={shlex.quote(str(SCRIPTS))} EYRIE_JOB=$$:$PPID LOGURU_LEVEL=ERROR "

@@ -44,6 +44,11 @@ rule long:
     shell:
         '''test -e state && mv state {output} && exit
 trap "echo saved > state; exit 1" TERM; touch started; sleep 60 & wait'''
+
+rule hungry:
+    output: "hungry"
+    resources: gpu=1, prefill=halved(64)
+    shell: "echo {resources.prefill} >> tries; test {resources.prefill} -lt 64; touch {output}"
 """
 
 GPUS = ["--config", "extract={gpus: 8}"]
@@ -68,7 +73,8 @@ def folder(tmp_path) -> Path:
 
 def snakemake(folder: Path, slurm: dict, *arguments: str) -> subprocess.Popen:
     program = Path(sys.executable).with_name("snakemake")
-    options = ["--workflow-profile", ROOT / "profiles/slurm", "--retries", "0"]
+    options = ["--workflow-profile", ROOT / "profiles/slurm"]
+    options += [] if "--retries" in arguments else ["--retries", "0"]
     # A real cluster has more to do than to answer every few seconds.
     options += ["--slurm-init-seconds-before-status-checks", "5", "--latency-wait", "5"]
     with open(folder / "output", "w") as output:
@@ -117,6 +123,12 @@ def test_a_cancelled_job_saves_its_state_and_the_next_goes_on(slurm, folder):
     code, output = ended(snakemake(folder, slurm, "long", *GPUS), folder)
     assert code == 0, output
     assert (folder / "long").read_text() == "saved\n"
+
+
+def test_a_job_that_failed_is_tried_again_with_half_the_prefill(slurm, folder):
+    code, output = ended(snakemake(folder, slurm, "hungry", "--retries", "1", *GPUS), folder)
+    assert code == 0, output
+    assert (folder / "tries").read_text() == "64\n32\n"
 
 
 def test_two_nodes_train_together(slurm, finished, tmp_path):
