@@ -35,7 +35,7 @@ from eyrie.bench_prompts import (
     trained_on,
 )
 from eyrie.engines import Engines, State
-from eyrie.files import atomic, log_line, sha256_file, write_json
+from eyrie.files import atomic, log_line, read_json, read_table, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.provenance import code_hash, versions
 from eyrie.rates import record_rate
@@ -225,10 +225,8 @@ def samples(rows: list[dict], prompts: Prompts) -> list[dict]:
 def estimated(args) -> list[float]:
     """The accuracy of each draft position on held-out rows after the chosen epoch, where serving
     would draft, of as many positions as training looked ahead."""
-    import pandas as pd
-
-    manifest = json.loads((args.checkpoint / "manifest.json").read_text())
-    history = pd.read_parquet(args.checkpoint / "metrics.parquet")
+    manifest = read_json(args.checkpoint / "manifest.json")
+    history = read_table(args.checkpoint / "metrics.parquet")
     (chosen,) = history[
         (history.kind == "epoch") & (history.epoch == manifest["chosen_epoch"])
     ].to_dict("records")

@@ -120,6 +120,7 @@ def test_a_cancelled_job_saves_its_state_and_the_next_goes_on(slurm, folder):
     code, output = ended(run, folder)
     assert code == 1, output
     assert (folder / "state").read_text() == "saved\n"
+    assert not subprocess.run(running, env=slurm, capture_output=True, check=True).stdout
     code, output = ended(snakemake(folder, slurm, "long", *GPUS), folder)
     assert code == 0, output
     assert (folder / "long").read_text() == "saved\n"
