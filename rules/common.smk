@@ -310,7 +310,10 @@ def launch(wildcards):
             f"{torchrun} --nnodes {train.nodes} --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID "
             "--rdzv-endpoint $(hostname):$((29400 + SLURM_JOB_ID % 1000)) --"
         )
-    return f"{torchrun} --standalone --" if train.gpus > 1 else "python"
+    if train.gpus > 1:
+        return f"{torchrun} --standalone --"
+    # On a CPU nothing is compiled, and to load the compiler takes a second.
+    return "python" if train.gpus else "TORCHDYNAMO_DISABLE=1 python"
 
 
 def init_from(wildcards):

@@ -7,7 +7,6 @@ read only where these are right, and loaded by vLLM's own class last.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -22,6 +21,7 @@ from eyrie.checks import (
     check_trained,
     check_values,
     passed,
+    read_reference,
     tell,
 )
 from eyrie.files import log_line, read_json, write_json
@@ -38,7 +38,7 @@ def light(args, name: str, verifier: dict, manifest: dict) -> tuple[list[dict], 
         checks += check_trained(config, manifest["config"])
     if config and args.reference:
         header = {flat_name(n): entry for n, entry in read_header(folder / WEIGHTS).items()}
-        checks += check_reference(header, config, json.loads(args.reference.read_text()))
+        checks += check_reference(header, config, args.reference)
     return checks, config
 
 
@@ -77,6 +77,8 @@ def main() -> None:
     try:
         path = args.draft / "manifest.json"
         manifest = read_json(path) if path.exists() else {}
+        if args.reference:
+            read_reference(args.reference)
     except ValueError as error:
         sys.exit(f"check: {error}")
     epochs = sorted((p.name for p in args.draft.iterdir() if p.name.isdigit()), key=int)

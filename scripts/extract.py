@@ -39,7 +39,7 @@ from eyrie.shards import (
     read_rows,
     token_hash,
 )
-from eyrie.teacher import SAMPLE, Teacher
+from eyrie.teacher import Teacher
 from eyrie.verifier import (
     VerifierConfig,
     extraction_ids,
@@ -113,9 +113,9 @@ class Talk:
         return rows
 
 
-# Rows of a shard whose log-probabilities are asked of the engine too, where its answers are not
-# the most likely tokens: with 128 tokens of each, enough to tell a wrong layer by far.
-PROBES = 4
+# Rows of a shard, and tokens of each, whose log-probabilities are asked of the engine too, where
+# its answers are not the most likely tokens: a second prefill, and enough to tell a wrong layer.
+PROBES, PROBE_TOKENS = 4, 64
 # The engine's bounds are not halved below so many tokens a step.
 LEAST_TOKENS = 16
 
@@ -313,7 +313,7 @@ class Extraction:
         shard.rows[number] = (ids, mask, shard.row_id(row))
         if not self.greedy and len(shard.log_probs) < PROBES and len(ids) > 1:
             shard.log_probs[number] = None
-            self.send(Request(shard, None, ids[:SAMPLE], number=number, probe=True))
+            self.send(Request(shard, None, ids[:PROBE_TOKENS], number=number, probe=True))
 
     def begin(self, shard: Shard, row: int) -> None:
         prompts = shard.prompts

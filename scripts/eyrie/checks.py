@@ -21,7 +21,7 @@ from eyrie.checkpoint import (
     sglang_faults,
     sglang_since,
 )
-from eyrie.files import sha256_file
+from eyrie.files import read_json, sha256_file
 from eyrie.reference import rope_problems
 from eyrie.verifier import find_tensor, tensor_shape
 
@@ -402,26 +402,40 @@ def check_content(folder: Path, manifest: dict, name: str) -> list[dict]:
     return checks
 
 
-def check_reference(header: dict, config: dict, reference: dict) -> list[dict]:
+# torch's names of dtypes and safetensors' own.
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int64": "I64", "bool": "BOOL"}
+
+
+def read_reference(path: Path) -> tuple[dict, dict]:
+    """(config, {name: (dtype as safetensors names it, shape)}) of a draft that is known to serve,
+    from JSON of the form {config, tensors: {name: [dtype, shape]}}.
+
+    Raises:
+        ValueError: naming the file, if it is not of that form.
+    """
+    reference = read_json(path)
+    try:
+        tensors = reference["tensors"].items()
+        return dict(reference["config"]), {n: (DTYPES[kind], dims) for n, (kind, dims) in tensors}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: not of the form {{config: {{...}}, tensors: {{name: [dtype, shape]}}}} with "
+            f"dtypes of {', '.join(DTYPES)} ({error!r})"
+        ) from None
+
+
+def check_reference(header: dict, config: dict, path: Path) -> list[dict]:
     """Names, shapes and config fields side by side with those of a draft that is known to serve.
 
-    reference: {config, tensors: {name: [dtype, shape]}}. Fields that only one of them has are of
-    their writers.
+    path: as `read_reference` takes it. Fields that only one of them has are of their writers.
     """
-    dtypes = {
-        "bfloat16": "BF16",
-        "float16": "F16",
-        "float32": "F32",
-        "int64": "I64",
-        "bool": "BOOL",
-    }
     checks = []
     effect = "not the shape of a draft that is known to serve"
-    wanted = {name: (dtypes[kind], dims) for name, (kind, dims) in reference["tensors"].items()}
+    reference, wanted = read_reference(path)
     for name in sorted(header.keys() | wanted.keys()):
         found, expected = header.get(name), wanted.get(name)
         checks.append(result(f"reference {name}", found == expected, found, expected, effect))
-    for key, expected in reference["config"].items():
+    for key, expected in reference.items():
         if key in config:
             found = config[key]
             if isinstance(expected, dict) and isinstance(found, dict):

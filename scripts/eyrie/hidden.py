@@ -18,11 +18,11 @@ def split(shards: list[Rows], fraction: float) -> tuple[list, list]:
     Raises:
         ValueError: fewer than two conversations.
     """
-    rows = sorted(
-        (rows.row_ids[index].numpy().tobytes(), shard, index)
-        for shard, rows in enumerate(shards)
-        for index in range(len(rows))
-    )
+    rows = []
+    for shard, of in enumerate(shards):
+        text = of.row_ids.numpy().tobytes()
+        rows += [(text[16 * i : 16 * i + 16], shard, i) for i in range(len(of))]
+    rows.sort()
     ids = {row_id for row_id, _, _ in rows}
     if len(ids) < 2:
         raise ValueError(f"{len(ids)} conversations cannot be split into training and validation")

@@ -18,6 +18,7 @@ from test_vocab import BAD_MAPS
 
 import check
 from eyrie import loads
+from eyrie.checks import read_reference
 from eyrie.draft import flat_config, flat_tensors, write_flat
 from eyrie.files import sha256_file, write_json
 from eyrie.verifier import load_verifier_config, text_sizes
@@ -453,6 +454,10 @@ def test_a_reference_is_held_beside_it(good, inputs, tmp_path):
         "reference rope_theta",
         "reference head_dim",
     ][:2] + [f"reference {key}" for key in config if key in ("rope_theta", "head_dim")]
+    for text in ("{", "[]", "{}", '{"config": {}, "tensors": {"a": ["int3", [1]]}}'):
+        reference.write_text(text)
+        with pytest.raises(ValueError, match=r"cannot be read|no JSON object|not of the form"):
+            read_reference(reference)
 
 
 def test_the_script_tells_every_epoch(good, inputs, tmp_path, monkeypatch, capsys):
