@@ -6,7 +6,7 @@ import tiny
 import torch
 from templates import FAMILIES
 
-from extract import Shard, Talk, fingerprint, row_seed
+from extract import Sealing, Shard, Talk, fingerprint, row_seed
 from eyrie import config
 from eyrie.chat import Chat
 from eyrie.hidden import HiddenStates
@@ -152,6 +152,27 @@ def test_states_of_other_tokens_stop_the_shard(tmp_path, change, message):
     with pytest.raises(ShardError, match=message):
         shard.finish(None, greedy=False)
     assert not shard.path.exists()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_shards_are_sealed_in_order_and_a_wrong_one_stops_the_job(tmp_path, beside):
+    """On the engine's own thread and beside it."""
+    sealing, shards = Sealing(beside), []
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        shards.append(written_shard(tmp_path / name))
+        sealing.begin(shards[-1], None, False)
+    ended = list(sealing.ended(wait=True))
+    assert [shard for shard, _ in ended] == shards
+    assert all(shard.path.exists() and "layer_norms" in report for shard, report in ended)
+    assert list(sealing.ended()) == []
+    wrong = written_shard(tmp_path)
+    first, second = wrong.records()
+    write_records(wrong, [first | {"ids": token_hash([8, 8])}, second])
+    with pytest.raises(ShardError, match="row 1 got the states of other tokens"):
+        sealing.begin(wrong, None, False)
+        list(sealing.ended(wait=True))
+    assert not wrong.path.exists()
 
 
 # Where each key of the config that could change a state goes.
