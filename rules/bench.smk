@@ -33,6 +33,7 @@ rule bench:
         prompts_elsewhere=of_run("bench", "prompts_elsewhere"),
         turns=of_run("bench", "turns"),
         num_held_out=of_run("bench", "held_out_prompts"),
+        held_out_tokens=lambda wildcards: held_out_tokens(C, C.runs[wildcards.run].bench),
         held_out_methods=of_run("bench", "held_out_methods"),
         # As the training data's.
         system_turns=C.shard.system_turns,
@@ -83,6 +84,7 @@ rule bench:
             --hidden {input.hidden:q} \
             --held-out {params.held_out} \
             --num-held-out {params.num_held_out} \
+            --held-out-tokens {params.held_out_tokens} \
             --held-out-methods {params.held_out_methods} \
             --system-turns {params.system_turns} \
             --date {params.date:q} \

@@ -22,6 +22,7 @@ from eyrie.jobs import runs_here
 from eyrie.local import local_content
 from eyrie.plan import (
     find_verifier,
+    held_out_tokens,
     host_bytes,
     known_verifier,
     states_at_most,

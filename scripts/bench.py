@@ -85,7 +85,8 @@ def serve(item: dict, prompts: Prompts, engines: Engines, args) -> list[dict]:
         return []
     ids = [prompt["ids"][turn] for prompt, turn in asked]
     draft_tokens = 0 if method["kind"] == "baseline" else item["draft_tokens"]
-    settings = (item["concurrency"], draft_tokens, args.max_new_tokens)
+    tokens = args.held_out_tokens if item["set"] == HELD_OUT else args.max_new_tokens
+    settings = (item["concurrency"], draft_tokens, tokens)
     records = engines.ask(method, item["draft_tokens"], "serve", ids, *settings)
     return [
         {
@@ -255,7 +256,8 @@ def fingerprint(methods: list[dict], prompts: Prompts, identity: dict, args) -> 
     settings = ("dtype", "gpus", "draft_gpus", "compile", "gpu_memory_percent", "kv_cache_gib",
                 "max_model_len", "max_num_seqs", "max_num_batched_tokens", "turns", "repeats",
                 "interleave", "max_new_tokens", "samples", "draft_tokens", "concurrency",
-                "every_pair", "prompts_elsewhere", "held_out_methods", "profile")  # fmt: skip
+                "every_pair", "prompts_elsewhere", "held_out_tokens", "held_out_methods",
+                "profile")  # fmt: skip
     return {
         "settings": {name: getattr(args, name) for name in settings},
         "verifier": identity["files"],
@@ -303,7 +305,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1, help="asked of each prompt")
     parser.add_argument("--hidden", type=Path, nargs="+", required=True, help="hidden shards")
     parser.add_argument("--held-out", type=float, required=True, help="fraction, as in training")
-    parser.add_argument("--num-held-out", type=int, required=True, help="conversations of it")
+    parser.add_argument("--num-held-out", type=int, required=True, help="answers of it")
+    parser.add_argument("--held-out-tokens", type=int, default=128, help="of each of them")
     parser.add_argument("--held-out-methods", choices=["drafts", "all"], default="drafts")
     parser.add_argument("--system-turns", choices=["merge", "drop", "reject"], default="merge")
     parser.add_argument("--date", default="2026-01-01", help="today, to the chat template")

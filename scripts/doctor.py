@@ -26,7 +26,7 @@ from eyrie.hidden import HiddenStates, split
 from eyrie.prompts import read_prompts
 from eyrie.reference import layer_fields
 from eyrie.replay import FlatDraft, Passage, Reading, acceptance_length, gain, read_settings
-from eyrie.shards import ShardError, read_rows
+from eyrie.shards import ShardError, read_rows, runs
 from eyrie.sources import DataError
 from eyrie.verifier import VerifierConfig, load_head, load_tensor, load_verifier_config
 
@@ -212,27 +212,30 @@ class Sample:
     errors: np.ndarray | None = None  # of each stored state against each layer, [n_aux + 1, L + 1]
 
 
-def first_answer(chat: Chat, ids: torch.Tensor, mask: torch.Tensor) -> tuple[int, int] | None:
-    """Where the first answer of a row [n] begins and ends: as its loss mask has it or, if that
-    marks no answer to a prompt, as the template begins one."""
-    for start, end in runs(mask)[:1]:
-        if start:
-            return start, end
+def answers(chat: Chat, ids: torch.Tensor, mask: torch.Tensor) -> list[tuple[int, int]]:
+    """Where each answer of a row [n] begins and ends: as its loss mask has them or, if that marks
+    no answer to a prompt, as the template begins the first."""
+    marked = runs(mask)
+    if marked and marked[0][0]:
+        return marked
     asks = headers(chat)
     for start in range(1, len(ids)):
         before = chat.tokenizer.decode(ids[:start])
         if any(header and before.endswith(header) for header in asks):
             ended = [n for n in range(start, len(ids)) if int(ids[n]) in chat.stops]
-            return start, ended[0] + 1 if ended else len(ids)
-    return None
+            return [(start, ended[0] + 1 if ended else len(ids))]
+    return []
 
 
 def sample_rows(known: Known, chat: Chat, side: str, held_out: float, count: int) -> list[tuple]:
-    """(shard, row, where its answer begins and ends) of the first rows of a side."""
+    """(shard, row, where an answer begins and ends) of each answer in the first rows of a side."""
     shards = [read_rows(path) for path in known.hidden]
     rows = split(shards, held_out)[side == "held-out"][:count]
-    found = [(s, i, first_answer(chat, shards[s].row(i), shards[s].mask(i))) for s, i in rows]
-    return [(s, i, *span) for s, i, span in found if span]
+    return [
+        (s, i, *span)
+        for s, i in rows
+        for span in answers(chat, shards[s].row(i), shards[s].mask(i))
+    ]
 
 
 def replay_rows(verifier: Verifier, known: Known, rows, layers: set[int], new: int) -> Sample:
@@ -360,21 +363,13 @@ def headers(chat: Chat) -> set[str]:
     return found
 
 
-def runs(mask: torch.Tensor) -> list[tuple[int, int]]:
-    """Start and end of each run of True in a mask [n]."""
-    edges = torch.cat([torch.zeros(1), mask.float(), torch.zeros(1)]).diff()
-    return list(
-        zip((edges > 0).nonzero()[:, 0].tolist(), (edges < 0).nonzero()[:, 0].tolist(), strict=True)
-    )
-
-
 def look_at_template(known: Known, chat: Chat, rows) -> dict:
     """Whether the rows trained on are rendered as this verifier's template renders them."""
     shards = [read_rows(path) for path in known.hidden]
     decode = chat.tokenizer.decode
-    texts = [decode(shards[s].row(i)) for s, i, *_ in rows]
+    texts = [decode(shards[s].row(i)) for s, i in rows]
     bos = chat.tokenizer.bos_token_id
-    starts = [shards[s].row(i)[:2].tolist() for s, i, *_ in rows]
+    starts = [shards[s].row(i)[:2].tolist() for s, i in rows]
     # A template may write two on purpose.
     hello = [{"role": "user", "content": "hi"}]
     wanted = chat.prompt(hello).ids[:2]
@@ -421,7 +416,7 @@ def look_at_mask(known: Known, chat: Chat, rows) -> dict:
     shards = [read_rows(path) for path in known.hidden]
     asks = headers(chat)
     begun = total = marked = tokens = 0
-    for s, i, *_ in rows:
+    for s, i in rows:
         ids, mask = shards[s].row(i), shards[s].mask(i)
         marked, tokens = marked + int(mask.sum()), tokens + len(ids)
         for start, _ in runs(mask):
@@ -737,10 +732,11 @@ def look_at_data(
     """What rows trained on tell: findings, the rows as the verifier reads them, and texts that it
     wrote itself."""
     stored = replay_rows(verifier, known, rows, layers, args.max_new_tokens)
+    whole = list(dict.fromkeys((shard, row) for shard, row, *_ in rows))
     findings = [
         look_at_states(stored, read_rows(known.hidden[0]).metadata["layer_ids"]),
-        look_at_template(known, chat, rows),
-        look_at_mask(known, chat, rows),
+        look_at_template(known, chat, whole),
+        look_at_mask(known, chat, whole),
         look_at_answers(known, stored),
     ]
     own = stored

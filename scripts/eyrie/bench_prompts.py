@@ -84,15 +84,19 @@ class Prompts:
 
 
 def held_out_prompts(shards: list, args) -> list[list[int]]:
-    """The tokens before the first answer of the first held-out conversations."""
+    """The tokens before each of the first answers of held-out conversations, those of a
+    conversation's later turns after its earlier ones. One that leaves no room to answer is left
+    out."""
     from eyrie.hidden import split
+    from eyrie.shards import runs
 
     _, held_out = split(shards, args.held_out)
-    prompts = []
-    for shard, index in held_out[: args.num_held_out]:
-        answer = int(shards[shard].mask(index).nonzero()[0])
-        prompts.append(shards[shard].row(index)[:answer].tolist())
-    return prompts
+    prompts = [
+        shards[shard].row(index)[:start].tolist()
+        for shard, index in held_out
+        for start, _ in runs(shards[shard].mask(index))
+    ]
+    return [ids for ids in prompts if 0 < len(ids) < args.max_model_len][: args.num_held_out]
 
 
 def read_shards(paths: list[Path]) -> list:

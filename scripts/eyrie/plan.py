@@ -303,24 +303,32 @@ def bench_methods(bench) -> list[str]:
     return ["baseline", *untrained, *["eagle3"] * drafts]
 
 
-def benchmark(bench) -> tuple[int, int]:
+def held_out_tokens(config: Config, bench) -> int:
+    """Tokens of each held-out answer that is served: as many as the verifier's answers trained on
+    have, for of later ones more is accepted and the two could not be compared."""
+    answered = config.shard.answers == "verifier"
+    return config.shard.max_new_tokens if answered else bench.max_new_tokens
+
+
+def benchmark(bench, held_out_tokens: int) -> tuple[int, int]:
     """(tokens that a benchmark writes at most, engines that it loads)."""
     kinds = bench_methods(bench)
     sets = {
         name: [{"later": [None] * (bench.turns - 1)}] * bench.prompts
         for name in ["", *bench.prompt_files]
     } | {HELD_OUT: [{"later": []}] * bench.held_out_prompts}
-    requests = 0
+    tokens = 0
     for one in passes_of(bench, sets):
-        turns = 1 if one["set"] == HELD_OUT else bench.turns
+        held_out = one["set"] == HELD_OUT
+        turns, each = (1, held_out_tokens) if held_out else (bench.turns, bench.max_new_tokens)
         methods = [kind for kind in kinds if kind in one["kinds"]]
         others = (len(one["draft_tokens"]) - 1) * sum(kind != "baseline" for kind in methods)
         served = one["prompts"] * len(methods) + one["few"] * others
-        requests += bench.repeats * turns * served
+        tokens += bench.repeats * turns * served * each
     # On a GPU an engine for each number of draft tokens, anew in each repetition.
     drafting = (len(kinds) - 1) * (len(bench.draft_tokens) if bench.gpus else 1)
     again = 1 if bench.interleave and not bench.gpus else bench.repeats
-    return requests * bench.max_new_tokens, (1 + drafting) * again
+    return tokens, (1 + drafting) * again
 
 
 def host_bytes(config: Config, run, sizes: VerifierSizes) -> dict[str, float]:
@@ -397,7 +405,7 @@ def times(config: Config, run, sizes: VerifierSizes, tokens: dict, lines: list[d
     warm_up = min(train.ttt_warmup_epochs, train.epochs)
     trained = tokens["total"] * (1 - train.held_out)
     work = trained * (warm_up * passes(1) + (train.epochs - warm_up) * passes(train.ttt_steps))
-    served, engines = benchmark(bench)
+    served, engines = benchmark(bench, held_out_tokens(config, bench))
     batches = max(train.gpus, 1) * train.nodes * train.gradient_accumulation
     steps = train.epochs * math.ceil(trained / (FILLED * train.total_seq_len * batches))
     generated = tokens["generated"]

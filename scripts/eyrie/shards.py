@@ -122,6 +122,14 @@ class Rows:
         return tensors
 
 
+def runs(mask: torch.Tensor) -> list[tuple[int, int]]:
+    """Where each run of True in a mask bool [n] begins and ends: the answers of a row."""
+    edges = torch.cat([torch.zeros(1), mask.float(), torch.zeros(1)]).diff()
+    return list(
+        zip((edges > 0).nonzero()[:, 0].tolist(), (edges < 0).nonzero()[:, 0].tolist(), strict=True)
+    )
+
+
 def header_metadata(rows: Rows) -> dict[str, str]:
     return {"eyrie": json.dumps({"format": FORMAT, **rows.metadata}, sort_keys=True)}
 

@@ -5,7 +5,7 @@ import pytest
 import tiny
 from templates import FAMILIES
 
-from eyrie.bench_prompts import BenchError, Prompts, pick_prompts, trained_on
+from eyrie.bench_prompts import BenchError, Prompts, held_out_prompts, pick_prompts, trained_on
 from eyrie.chat import Chat
 from eyrie.prompts import read_prompts
 from eyrie.shards import Rows
@@ -129,3 +129,20 @@ def test_prompts_in_the_training_data_are_named(tmp_path):
     assert trained_on(prompts, rows) == []
     rows.append(Rows.pack([[*ids, 7, 8]], [[False] * (len(ids) + 2)], [b"b" * 16], {}))
     assert trained_on(prompts, rows) == ["ours, prompt 81"]
+
+
+def test_each_answer_of_a_held_out_conversation_is_asked_for():
+    """As training estimates all of them: later ones after the turns before."""
+    rows = Rows.pack(
+        [[1, 2, 3, 4, 5, 6], [7, 8, 9]],
+        [[False, True, False, False, True, True], [False, False, True]],
+        [bytes(16), b"\xff" * 16],
+        {},
+    )
+    # All but the second are held out, whose id is above the fraction.
+    args = SimpleNamespace(held_out=0.5, num_held_out=8, max_model_len=4)
+    assert held_out_prompts([rows], args) == [[1]]
+    args.max_model_len = 5
+    assert held_out_prompts([rows], args) == [[1], [1, 2, 3, 4]]
+    args.num_held_out = 1
+    assert held_out_prompts([rows], args) == [[1]]

@@ -270,7 +270,7 @@ def test_a_mask_that_marks_something_else(copy, name):
     rewrite(copy, lambda ids, mask: (ids, MASKS[name](mask)))
     chat = Chat(load_tokenizer(copy / "verifier", False))
     known = doctor.Known(None, None, None, [], [copy / HIDDEN], None, None, None, None)
-    rows = doctor.sample_rows(known, chat, "training", 0.1, 16)
+    rows = [(s, i) for s, i, *_ in doctor.sample_rows(known, chat, "training", 0.1, 16)]
     found = doctor.look_at_mask(known, chat, rows)
     assert found["status"] == "FAULT" and found["evidence"]["begin_at_an_answer"] == 0
 
