@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eyrie.drawing import SERIES, canvas, finish, plot_positions, svg
-from eyrie.files import log_line, read_json, read_table
+from eyrie.files import log_line, read_json, read_table, require_own
 from eyrie.page import COLOURS, fixed, positions, smoothing
 
 
@@ -223,14 +223,16 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
 
+    partial = args.out.with_name(args.out.name + ".partial")
     try:
+        for folder in (args.out, partial):
+            require_own(folder, "*.svg", "*.png")
         chosen = read_json(args.checkpoint / "manifest.json")["chosen_epoch"]
         files = [read_json(path) for path in (args.vocab, args.hidden, args.bench)]
         metrics = read_table(args.checkpoint / "metrics.parquet")
     except ValueError as error:
         sys.exit(f"draw: {error}")
     figures = draw(metrics, chosen, *files)
-    partial = args.out.with_name(args.out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name, figure in figures.items():

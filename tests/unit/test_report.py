@@ -570,6 +570,15 @@ def test_a_file_that_is_cut_off_is_named_and_the_old_page_stays(
     assert sorted((tmp_path / "report_1k").iterdir()) == figures
 
 
+def test_figures_take_no_other_files_folder(tmp_path):
+    write_report(tmp_path, made_up(), measurements())
+    draw_figures(tmp_path)  # over its own
+    (tmp_path / "report_1k/notes.txt").touch()
+    with pytest.raises(SystemExit, match="move it, or name another folder"):
+        draw_figures(tmp_path)
+    assert (tmp_path / "report_1k/notes.txt").exists()
+
+
 def test_a_report_loads_nothing_that_draws():
     """Drawing takes longer than all else, and an edit of the template shall be seen at once."""
     code = "import sys; import report; print('matplotlib' in sys.modules)"
