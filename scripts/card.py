@@ -4,6 +4,7 @@ it was trained on. No path of this machine is in it.
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import yaml
 from eyrie.checkpoint import as_flat, is_nested, read_config, sglang_faults, sglang_since
 from eyrie.files import atomic, link_or_copy, log_line, read_json
 from eyrie.layouts import hub_name
-from eyrie.markdown import plain_text
+from eyrie.markdown import fenced, plain_text
 
 
 def front_matter(fields: dict, base_model: str | None) -> str:
@@ -37,23 +38,23 @@ def table(names: list[str], rows: list[list]) -> str:
 def serving(config: dict, verifier: str, tokens: int) -> str:
     """How the draft is served in vLLM, and in SGLang or why not there."""
     speculative = {"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": tokens}
-    text = (
-        "`DRAFT` is the folder of this file.\n\n```\n"
-        f"vllm serve {verifier} --speculative-config \\\n  '{json.dumps(speculative)}'\n```\n\n"
-    )
+    verifier = shlex.quote(verifier)
+    vllm = f"vllm serve {verifier} --speculative-config \\\n  '{json.dumps(speculative)}'"
+    text = f"`DRAFT` is the folder of this file.\n\n{fenced(vllm)}\n\n"
     nested = is_nested(config)
     flat = as_flat(config) if nested else config
     if nested or (faults := sglang_faults(flat)):
-        reason = "it reads no nested checkpoint" if nested else "; ".join(faults)
+        reason = "it reads no nested checkpoint" if nested else cell("; ".join(faults))
         return text + f"SGLang does not serve it: {reason}.\n"
     if since := sglang_since(flat):
         text += f"SGLang needs {since}:\n\n"
-    return text + (
-        f"```\npython -m sglang.launch_server --model-path {verifier} \\\n"
+    sglang = (
+        f"python -m sglang.launch_server --model-path {verifier} \\\n"
         "  --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFT \\\n"
         f"  --speculative-num-steps {tokens} --speculative-eagle-topk 1 \\\n"
-        f"  --speculative-num-draft-tokens {tokens + 1}\n```\n"
+        f"  --speculative-num-draft-tokens {tokens + 1}"
     )
+    return f"{text}{fenced(sglang)}\n"
 
 
 def card(run: str, fields: dict, config: dict, data: dict) -> str:
@@ -86,7 +87,8 @@ def card(run: str, fields: dict, config: dict, data: dict) -> str:
             "## What it gains\n",
             f"{prompts['prompts']} prompts of {cell(prompts['name'])}, "
             f"{prompts['max_new_tokens']} new tokens each, {prompts['concurrency']} at a time, "
-            f"temperature {bench['settings']['temperature']:g}, {bench['settings']['dtype']}, "
+            f"temperature {bench['settings']['temperature']:g}, "
+            f"{cell(bench['settings']['dtype'])}, "
             f"{bench['settings']['gpus'] or 'no'} GPUs.\n",
             table(
                 ["method", "draft tokens", "acceptance length", "tokens/s", "speed-up"], measured
@@ -100,7 +102,7 @@ def card(run: str, fields: dict, config: dict, data: dict) -> str:
             f"{manifest['chosen_epoch']} of {trained['epochs']} was chosen. "
             f"{sum(c['ok'] for c in checks)} of {len(checks)} checks of the checkpoint passed.\n",
             "Made by Eyrie with "
-            + ", ".join(f"{name} {v}" for name, v in manifest["versions"].items())
+            + ", ".join(cell(f"{name} {v}") for name, v in manifest["versions"].items())
             + "; `manifest.json` has every setting and the sha256 of each file.\n",
         ]
     )

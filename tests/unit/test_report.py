@@ -86,6 +86,7 @@ def made_up() -> dict:
             "kept": 1_000,
             "rejected": 12,
             "reasons": {"empty": 9, "too long": 3},
+            "sources": {"path:talks": {"read": 1_012, "kept": 1_000, "rejected": 12}},
             "answers": "verifier",
             "leading_answers_dropped": 7,
             "truncated": 5,
@@ -164,7 +165,7 @@ def made_up() -> dict:
                         "effect": "vLLM stops",
                     }
                 ]
-                for epoch in range(2)
+                for epoch in ("chosen", 0, 1)
             },
             "seconds": 0.4,
         },
@@ -202,7 +203,12 @@ def made_up() -> dict:
                 "estimated_acceptance_length": 1.6225,
                 "acceptance_length": 1.5725,
             },
-            "settings": {"temperature": 0, "gpus": 0, "compile": False},
+            "settings": {
+                "dtype": "bfloat16",
+                "temperature": 0,
+                "gpus": 0,
+                "compile": False,
+            },
             "versions": {"vllm": "0.32.0"},
             "seconds": 75.0,
         },
@@ -213,6 +219,7 @@ def made_up() -> dict:
             "config": {
                 "norms": "eagle3.1",
                 "lr": 0.0001,
+                "epochs": 2,
                 "layer_ids": [2, 15, 27],
                 "scheduler": "linear",
             },
