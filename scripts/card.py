@@ -10,10 +10,22 @@ from pathlib import Path
 
 import yaml
 
-from eyrie.checkpoint import as_flat, is_nested, read_config, sglang_faults, sglang_since
-from eyrie.files import atomic, link_or_copy, log_line, read_json
+from eyrie.checkpoint import is_nested, read_config, sglang_faults, sglang_since
+from eyrie.files import atomic, link_or_copy, log_line
 from eyrie.layouts import hub_name
 from eyrie.markdown import fenced, plain_text
+from eyrie.results import CHECK, MANIFEST, SHARDS, VOCAB, read_bench, read_result
+
+# What of a flat config the card goes by.
+FLAT = {
+    "num_hidden_layers": int,
+    "num_aux_hidden_states": int,
+    "norm_before_fc": bool,
+    "norm_output": bool,
+    "fc_norm": bool,
+    "eagle_aux_hidden_state_layer_ids": [int],
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [int]},
+}
 
 
 def front_matter(fields: dict, base_model: str | None) -> str:
@@ -42,11 +54,10 @@ def serving(config: dict, verifier: str, tokens: int) -> str:
     vllm = f"vllm serve {verifier} --speculative-config \\\n  '{json.dumps(speculative)}'"
     text = f"`DRAFT` is the folder of this file.\n\n{fenced(vllm)}\n\n"
     nested = is_nested(config)
-    flat = as_flat(config) if nested else config
-    if nested or (faults := sglang_faults(flat)):
+    if nested or (faults := sglang_faults(config)):
         reason = "it reads no nested checkpoint" if nested else cell("; ".join(faults))
         return text + f"SGLang does not serve it: {reason}.\n"
-    if since := sglang_since(flat):
+    if since := sglang_since(config):
         text += f"SGLang needs {since}:\n\n"
     sglang = (
         f"python -m sglang.launch_server --model-path {verifier} \\\n"
@@ -119,10 +130,17 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
     try:
-        names = ("bench", "check", "shards", "vocab")
-        data = {name: read_json(getattr(args, name)) for name in names}
-        data["manifest"] = read_json(args.checkpoint / "manifest.json")
+        manifest = read_result(args.checkpoint / "manifest.json", MANIFEST)
+        data = {
+            "manifest": manifest,
+            "bench": read_bench(args.bench, manifest, args.run),
+            "check": read_result(args.check, CHECK),
+            "shards": read_result(args.shards, SHARDS),
+            "vocab": read_result(args.vocab, VOCAB),
+        }
         config = read_config(args.checkpoint)
+        if not is_nested(config):
+            config = read_result(args.checkpoint / "config.json", FLAT)
     except ValueError as error:
         sys.exit(f"card: {error}")
     text = card(args.run, args.fields, config, data)

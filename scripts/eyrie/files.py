@@ -66,7 +66,7 @@ def read_json(path: str | Path) -> dict:
     """
     try:
         value = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds no JSON object but {str(value)[:60]}")

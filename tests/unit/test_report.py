@@ -210,6 +210,7 @@ def made_up() -> dict:
                 "compile": False,
             },
             "versions": {"vllm": "0.32.0"},
+            "fingerprint": {"drafts": {"eagle3": "abad1dea"}},
             "seconds": 75.0,
         },
         "manifest": {
@@ -220,6 +221,8 @@ def made_up() -> dict:
                 "norms": "eagle3.1",
                 "lr": 0.0001,
                 "epochs": 2,
+                "ttt_steps": 3,
+                "held_out": 0.05,
                 "layer_ids": [2, 15, 27],
                 "scheduler": "linear",
             },
@@ -253,6 +256,8 @@ def metrics() -> pd.DataFrame:
             "epoch": (step - 1) // 150,
             "step": step,
             "loss": 9 - step / 100,
+            "tokens": 1_000,
+            "seconds": 0.5,
         }
         | {f"loss_{k}": 3 + k - step / 300 for k in range(3)}
         | {f"full_acc_{k}": step / 1000 / (k + 1) for k in range(3)}
@@ -278,7 +283,9 @@ def metrics() -> pd.DataFrame:
     return pd.DataFrame(steps + epochs)
 
 
-def request(method: str, number: int, category: str, new: int, seconds: float, *counts) -> dict:
+def request(
+    method: str, number: int, category: str, new: int, seconds: float, *counts, concurrency: int = 1
+) -> dict:
     """A row of the benchmark's CSV; counts: drafts, accepted."""
     drafts, accepted = counts
     return {
@@ -289,7 +296,7 @@ def request(method: str, number: int, category: str, new: int, seconds: float, *
         "method": method,
         "kind": method,
         "draft_tokens": 0 if method == "baseline" else 3,
-        "concurrency": 1,
+        "concurrency": concurrency,
         "repeat": 0,
         "group": number,
         "new_tokens": new,
@@ -306,8 +313,15 @@ def request(method: str, number: int, category: str, new: int, seconds: float, *
 
 def measurements() -> pd.DataFrame:
     """The baseline writes 30 tokens/s on code and 40 on writing; eagle3 60 and 40."""
+    at_eight = [
+        request(method, number, "math", 100, 2.0, 0, 0, concurrency=8)
+        for method in ("baseline", "eagle3")
+        for number in range(4)
+    ]
     return pd.DataFrame(
         [
+            *at_eight,
+            *(request(m, 3, "math", 10, 1.0, 0, 0) for m in ("baseline", "ngram", "eagle3")),
             request("baseline", 0, "code", 100, 3.0, 0, 0),
             request("baseline", 1, "code", 50, 2.0, 0, 0),
             request("baseline", 2, "writing", 80, 2.0, 0, 0),
@@ -326,7 +340,8 @@ def write_inputs(folder: Path, data: dict, rows: pd.DataFrame) -> list[str]:
     checkpoint = folder / "ckpt_1k"
     for name in data["manifest"]["files"]:
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkpoint / name).write_bytes(bytes(5_000))
+        # A header of nothing.
+        (checkpoint / name).write_bytes((4_992).to_bytes(8, "little") + b"{}".ljust(4_992))
     metrics().to_parquet(checkpoint / "metrics.parquet")
     (checkpoint / "manifest.json").write_text(json.dumps(data["manifest"]))
     rows.to_csv(folder / "bench_1k.csv", index=False)
@@ -724,10 +739,13 @@ def test_account_that_does_not_add_up_shows(tmp_path):
 
 def test_a_failed_report_leaves_the_old_one(tmp_path):
     old = write_report(tmp_path, made_up(), measurements())
-    data = made_up()
-    del data["vocab"]["coverage"]
-    with pytest.raises(KeyError, match="coverage"):
-        write_report(tmp_path, data, measurements())
+    vocab = tmp_path / "vocab.json"
+    content = json.loads(vocab.read_text())
+    del content["coverage"]
+    command = write_inputs(tmp_path, made_up(), measurements())
+    vocab.write_text(json.dumps(content))
+    with patch("sys.argv", command), pytest.raises(SystemExit, match="coverage is missing"):
+        report.main()
     assert (tmp_path / "report_1k.html").read_text() == old
     assert not list(tmp_path.glob("*.partial"))
 
@@ -752,7 +770,7 @@ def test_duration(seconds, text):
 def test_table_in_plain_text(tmp_path):
     bench = tmp_path / "bench_1k.json"
     bench.write_text(json.dumps(made_up()["bench"]))
-    command = [sys.executable, "-I", ROOT / "scripts/table.py", bench, "--report", "r.html"]
+    command = [sys.executable, ROOT / "scripts/table.py", bench, "--report", "r.html"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout == (
         "method    draft tokens  acceptance length  tokens/s  speed-up  identical\n"
@@ -762,6 +780,18 @@ def test_table_in_plain_text(tmp_path):
         "\n"
         "report: r.html\n"
     )
+
+
+@pytest.mark.parametrize("text", ["{}", '{"methods": []}', '{"methods": [{}]}', "", None])
+def test_a_table_of_no_figures(tmp_path, text):
+    bench = tmp_path / "bench_1k.json"
+    if text is not None:
+        bench.write_text(text)
+    with (
+        patch("sys.argv", ["table.py", str(bench), "--report", "r.html"]),
+        pytest.raises(SystemExit, match=r"table: .*bench_1k\.json: "),
+    ):
+        table.main()
 
 
 def test_table_shows_large_figures():
