@@ -23,8 +23,9 @@ from pathlib import Path
 from eyrie import engine
 from eyrie.files import write_json
 from eyrie.gpus import hold_gpus
+from eyrie.misfit import misfit
 from eyrie.provenance import versions
-from eyrie.results import again, misfit, read_bench
+from eyrie.results import again, read_bench
 
 METRIC = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')

@@ -9,7 +9,8 @@ import pytest
 from test_report import made_up, measurements, metrics
 
 from eyrie import results
-from eyrie.results import misfit, read_bench, read_measurements, read_result, read_training
+from eyrie.misfit import misfit
+from eyrie.results import read_bench, read_measurements, read_result, read_training
 from report import FIGURES, read_figures
 
 SHAPES = {
