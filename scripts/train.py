@@ -33,13 +33,13 @@ from eyrie.engine import resolve_dtype
 from eyrie.files import (
     link_or_copy,
     log_line,
-    read_json,
     require_own,
     sha256_file,
     write_json,
 )
 from eyrie.gpus import hold_gpus
 from eyrie.hidden import HiddenStates, split
+from eyrie.identity import read_identity
 from eyrie.layouts import hub_name, write_layout
 from eyrie.provenance import peak_rss_bytes, versions
 from eyrie.rates import passes, record_rate
@@ -200,7 +200,7 @@ def train(args) -> None:
     states = HiddenStates(args.hidden)
     states.require_layers(verifier.extraction_ids(args.layer_ids))
     size = draft_size(args.draft_vocab_size, verifier.vocab_size)
-    identity = read_json(args.identity)
+    identity = read_identity(args.identity)
     map_of = made_of(identity, states.rows, args.held_out, size)
     d2t, t2d = load_map(args.vocab, map_of, verifier.vocab_size)
     state = args.state / digest(args, shape, states, ranks)

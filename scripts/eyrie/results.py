@@ -5,6 +5,7 @@ from pathlib import Path
 
 from eyrie.checkpoint import WEIGHTS
 from eyrie.files import read_json, read_table
+from eyrie.identity import VERIFIER
 from eyrie.misfit import misfit
 
 # Shapes, as `misfit` takes them. What only one stage adds for people to read is not in them.
@@ -170,7 +171,7 @@ PLAN = {
 }
 IDENTITY = {"source": str, "bytes": int, "seconds": float}
 MANIFEST = {
-    "verifier": {"source": str, "files": {str: str}},
+    "verifier": VERIFIER,
     "data": [str],
     "rows": {"training": int, "held_out": int, "cut": int, "left_out": int},
     "config": {"layer_ids": [int], "epochs": int, "ttt_steps": int, "held_out": float},

@@ -9,6 +9,7 @@ import pytest
 from test_report import made_up, measurements, metrics
 
 from eyrie import results
+from eyrie.identity import read_identity
 from eyrie.misfit import misfit
 from eyrie.results import read_bench, read_measurements, read_result, read_training
 from report import FIGURES, read_figures
@@ -131,3 +132,14 @@ def test_a_figure_that_is_none_is_named(tmp_path, content):
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(ValueError, match=r"loss\.svg: "):
         read_figures(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"source": "hf:a/b"}', '{"files": {"a": 5}}', None]
+)
+def test_an_identity_that_is_none_is_named(tmp_path, text):
+    path = tmp_path / "verifier.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=r"verifier\.json: "):
+        read_identity(path)
