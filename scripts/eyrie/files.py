@@ -44,7 +44,8 @@ def require_own(folder: Path, *patterns: str) -> None:
     Raises:
         ValueError: naming what is there of somebody else's.
     """
-    patterns = (*patterns, ".snakemake_timestamp")
+    # A kill leaves files of `atomic`.
+    patterns = (*patterns, *(f"{p}.partial" for p in patterns), ".snakemake_timestamp")
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not any(path.match(pattern) for pattern in patterns):
             raise ValueError(
