@@ -10,12 +10,16 @@ def misfit(value, shape, at: str = "") -> str | None:
     """What of a JSON value is not of a shape, or None.
 
     shape: a type, of which `float` is any finite number and `object` anything that is there, or
-    such a type or None; [shape], a list of such; {key: shape}, an object that has these keys, and
-    of `str` as a key, whose every other value is such; (shape,), such a value or null.
+    such a type or None; a set of the texts that it may be; [shape], a list of such; {key: shape},
+    an object that has these keys, and of `str` as a key, whose every other value is such;
+    (shape,), such a value or null.
     """
     if isinstance(shape, tuple):
         return None if value is None else misfit(value, shape[0], at)
     place = at[:-1] or "it"
+    if isinstance(shape, set):
+        words = ", ".join(sorted(shape))
+        return None if value in list(shape) else f"{place} is {value!r:.40}, not one of {words}"
     if isinstance(shape, dict):
         if not isinstance(value, dict):
             return f"{place} is {str(value)[:40]}, not an object"

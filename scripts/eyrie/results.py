@@ -112,7 +112,12 @@ TABLE = {
     ]
 }
 CHECKS = [{"check": str, "ok": bool, "found": str, "expected": str, "effect": str}]
-CHECK = {"ok": bool, "epochs": {"chosen": CHECKS, str: CHECKS}, "seconds": float}
+CHECK = {
+    "ok": bool,
+    "epochs": {"chosen": CHECKS, str: CHECKS},
+    "seconds": float,
+    "peak_rss_bytes": int,
+}
 VOCAB = {
     "draft_vocab_size": int,
     "verifier_vocab_size": int,
@@ -124,6 +129,7 @@ VOCAB = {
     "special_tokens": int,
     "coverage_by_size": {str: float},
     "seconds": float,
+    "peak_rss_bytes": int,
 }
 ROWS = {"read": int, "kept": int, "rejected": int}
 SHARDS = ROWS | {
@@ -142,6 +148,7 @@ SHARDS = ROWS | {
     "length_percentiles": {str: float},
     "tokenizer": str,
     "seconds": float,
+    "peak_rss_bytes": int,
 }
 HIDDEN = {
     "shards": int,
@@ -162,19 +169,26 @@ HIDDEN = {
     "load_seconds": float,
     "engine_seconds": float,
 }
+PARTS = {"load", "extract", "train", "bench", "bench loads"}
 PLAN = {
     "run": str,
     "tokens": {"total": float, "source": str},
-    "states": {"kept_as": str},
+    "states": {"kept_as": {"bf16", "fp8"}, "bf16_bytes": float, "fp8_bytes": float},
     "memory": {"device_source": str, "host_bytes": {"extract": float}},
-    "times": [{"part": str, "seconds": float, "source": str}],
+    "times": [{"part": PARTS, "seconds": float, "source": str}],
 }
 IDENTITY = {"source": str, "bytes": int, "seconds": float}
 MANIFEST = {
     "verifier": VERIFIER,
     "data": [str],
     "rows": {"training": int, "held_out": int, "cut": int, "left_out": int},
-    "config": {"layer_ids": [int], "epochs": int, "ttt_steps": int, "held_out": float},
+    "config": {
+        "norms": str,
+        "layer_ids": [int],
+        "epochs": int,
+        "ttt_steps": int,
+        "held_out": float,
+    },
     "versions": {str: str},
     "seconds": float,
     "wall_seconds": float,

@@ -127,7 +127,11 @@ def made_up() -> dict:
         "plan": {
             "run": "1k",
             "tokens": {"total": 450_000, "source": "plan.prompt_tokens <b>of</b> the config"},
-            "states": {"kept_as": "fp8", "fp8_bytes": 2_000_000_000},
+            "states": {
+                "kept_as": "fp8",
+                "bf16_bytes": 4_000_000_000,
+                "fp8_bytes": 2_000_000_000,
+            },
             "memory": {"device_source": "this machine's memory", "host_bytes": {"extract": 4e9}},
             "times": [
                 {"part": part, "seconds": seconds, "source": "measured in data 10"}
@@ -168,6 +172,7 @@ def made_up() -> dict:
                 for epoch in ("chosen", 0, 1)
             },
             "seconds": 0.4,
+            "peak_rss_bytes": 800_000_000,
         },
         "bench": {
             "run": "1k",

@@ -55,6 +55,8 @@ def test_what_is_no_result_is_refused(tmp_path, name, text):
         ({"a": 1}, {"a": bool}, "a is 1, not true or false"),
         ({"a": "1"}, {"a": [int]}, "a is 1, not a list"),
         ({"a": 1, "b": "x"}, {"a": int, str: int}, "b is 'x', not a whole number"),
+        ({"a": ["d"]}, {"a": [{"b", "c"}]}, "a.0 is 'd', not one of b, c"),
+        ({"a": {}}, {"a": {"b", "c"}}, "a is {}, not one of b, c"),
         ({}, {"a": object}, "a is missing"),
         ([], {}, "it is [], not an object"),
     ],

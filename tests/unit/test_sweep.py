@@ -31,6 +31,7 @@ def run(name: str, speedup: float = 1.28, **config) -> dict:
         acceptance_per_position=[0.36 * scale, 0.12 * scale, 0.04 * scale],
     )
     data["manifest"]["config"] = {
+        "norms": "eagle3.1",
         "epochs": 2,
         "lr": 0.005,
         "scheduler": "cosine",
