@@ -37,6 +37,7 @@ from eyrie.bench_prompts import (
 from eyrie.engines import Engines, State
 from eyrie.files import atomic, log_line, read_json, read_table, sha256_file, write_json
 from eyrie.gpus import hold_gpus
+from eyrie.identity import read_identity
 from eyrie.provenance import code_hash, versions
 from eyrie.rates import record_rate
 from eyrie.sources import DataError
@@ -373,12 +374,12 @@ def compare(args) -> tuple[dict, list[dict]]:
     """(summary, rows); the state keeps what was measured until they are written."""
     from eyrie import figures
 
-    identity = json.loads(args.identity.read_text())
+    identity = read_identity(args.identity)
     methods, left_out = methods_of(args)
     for method in methods:
         manifest = Path(method.get("model", "")) / "manifest.json"
         if "model" in method and manifest.exists():
-            check_tokenizer(json.loads(manifest.read_text()), identity, method["name"])
+            check_tokenizer(read_json(manifest), identity, method["name"])
     shards = read_shards(args.hidden)
     prompts = Prompts(args, held_out_prompts(shards, args))
     first = next(iter(prompts.sets))

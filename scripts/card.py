@@ -4,15 +4,28 @@ it was trained on. No path of this machine is in it.
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
 import yaml
 
-from eyrie.checkpoint import as_flat, is_nested, read_config, sglang_faults, sglang_since
-from eyrie.files import atomic, link_or_copy, log_line, read_json
+from eyrie.checkpoint import is_nested, read_config, sglang_faults, sglang_since
+from eyrie.files import atomic, link_or_copy, log_line
 from eyrie.layouts import hub_name
-from eyrie.markdown import plain_text
+from eyrie.markdown import fenced, plain_text
+from eyrie.results import CHECK, MANIFEST, SHARDS, VOCAB, read_bench, read_result
+
+# What of a flat config the card goes by.
+FLAT = {
+    "num_hidden_layers": int,
+    "num_aux_hidden_states": int,
+    "norm_before_fc": bool,
+    "norm_output": bool,
+    "fc_norm": bool,
+    "eagle_aux_hidden_state_layer_ids": [int],
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [int]},
+}
 
 
 def front_matter(fields: dict, base_model: str | None) -> str:
@@ -37,23 +50,22 @@ def table(names: list[str], rows: list[list]) -> str:
 def serving(config: dict, verifier: str, tokens: int) -> str:
     """How the draft is served in vLLM, and in SGLang or why not there."""
     speculative = {"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": tokens}
-    text = (
-        "`DRAFT` is the folder of this file.\n\n```\n"
-        f"vllm serve {verifier} --speculative-config \\\n  '{json.dumps(speculative)}'\n```\n\n"
-    )
+    verifier = shlex.quote(verifier)
+    vllm = f"vllm serve {verifier} --speculative-config \\\n  '{json.dumps(speculative)}'"
+    text = f"`DRAFT` is the folder of this file.\n\n{fenced(vllm)}\n\n"
     nested = is_nested(config)
-    flat = as_flat(config) if nested else config
-    if nested or (faults := sglang_faults(flat)):
-        reason = "it reads no nested checkpoint" if nested else "; ".join(faults)
+    if nested or (faults := sglang_faults(config)):
+        reason = "it reads no nested checkpoint" if nested else cell("; ".join(faults))
         return text + f"SGLang does not serve it: {reason}.\n"
-    if since := sglang_since(flat):
+    if since := sglang_since(config):
         text += f"SGLang needs {since}:\n\n"
-    return text + (
-        f"```\npython -m sglang.launch_server --model-path {verifier} \\\n"
+    sglang = (
+        f"python -m sglang.launch_server --model-path {verifier} \\\n"
         "  --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFT \\\n"
         f"  --speculative-num-steps {tokens} --speculative-eagle-topk 1 \\\n"
-        f"  --speculative-num-draft-tokens {tokens + 1}\n```\n"
+        f"  --speculative-num-draft-tokens {tokens + 1}"
     )
+    return f"{text}{fenced(sglang)}\n"
 
 
 def card(run: str, fields: dict, config: dict, data: dict) -> str:
@@ -86,7 +98,8 @@ def card(run: str, fields: dict, config: dict, data: dict) -> str:
             "## What it gains\n",
             f"{prompts['prompts']} prompts of {cell(prompts['name'])}, "
             f"{prompts['max_new_tokens']} new tokens each, {prompts['concurrency']} at a time, "
-            f"temperature {bench['settings']['temperature']:g}, {bench['settings']['dtype']}, "
+            f"temperature {bench['settings']['temperature']:g}, "
+            f"{cell(bench['settings']['dtype'])}, "
             f"{bench['settings']['gpus'] or 'no'} GPUs.\n",
             table(
                 ["method", "draft tokens", "acceptance length", "tokens/s", "speed-up"], measured
@@ -100,7 +113,7 @@ def card(run: str, fields: dict, config: dict, data: dict) -> str:
             f"{manifest['chosen_epoch']} of {trained['epochs']} was chosen. "
             f"{sum(c['ok'] for c in checks)} of {len(checks)} checks of the checkpoint passed.\n",
             "Made by Eyrie with "
-            + ", ".join(f"{name} {v}" for name, v in manifest["versions"].items())
+            + ", ".join(cell(f"{name} {v}") for name, v in manifest["versions"].items())
             + "; `manifest.json` has every setting and the sha256 of each file.\n",
         ]
     )
@@ -117,10 +130,17 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
     try:
-        names = ("bench", "check", "shards", "vocab")
-        data = {name: read_json(getattr(args, name)) for name in names}
-        data["manifest"] = read_json(args.checkpoint / "manifest.json")
+        manifest = read_result(args.checkpoint / "manifest.json", MANIFEST)
+        data = {
+            "manifest": manifest,
+            "bench": read_bench(args.bench, manifest, args.run),
+            "check": read_result(args.check, CHECK),
+            "shards": read_result(args.shards, SHARDS),
+            "vocab": read_result(args.vocab, VOCAB),
+        }
         config = read_config(args.checkpoint)
+        if not is_nested(config):
+            config = read_result(args.checkpoint / "config.json", FLAT)
     except ValueError as error:
         sys.exit(f"card: {error}")
     text = card(args.run, args.fields, config, data)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from eyrie.checkpoint import WEIGHTS, flat_name, read_header
 from eyrie.checks import (
+    TRAINED,
     check_content,
     check_light,
     check_reference,
@@ -24,10 +25,14 @@ from eyrie.checks import (
     read_reference,
     tell,
 )
-from eyrie.files import log_line, read_json, write_json
+from eyrie.files import log_line, write_json
 from eyrie.loads import check_loads
 from eyrie.provenance import peak_rss_bytes
+from eyrie.results import read_result
 from eyrie.verifier import text_sizes
+
+# What of a manifest a checkpoint is held beside, as `misfit` takes it.
+TRAINED_BY = {"config": dict.fromkeys([*TRAINED, "norms"], object), "files": {str: str}}
 
 
 def light(args, name: str, verifier: dict, manifest: dict) -> tuple[list[dict], dict]:
@@ -68,6 +73,11 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
 
     started = time.time()
+    try:
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"check: --json {args.json}: cannot be written ({error})")
     if not args.draft.is_dir():
         sys.exit(f"check: {args.draft}: there is no such folder")
     try:
@@ -76,12 +86,14 @@ def main() -> None:
         sys.exit(f"check: {args.verifier}: {error}")
     try:
         path = args.draft / "manifest.json"
-        manifest = read_json(path) if path.exists() else {}
+        manifest = read_result(path, TRAINED_BY) if path.exists() else {}
         if args.reference:
             read_reference(args.reference)
     except ValueError as error:
         sys.exit(f"check: {error}")
-    epochs = sorted((p.name for p in args.draft.iterdir() if p.name.isdigit()), key=int)
+    if not manifest:
+        print(f"no manifest.json in {args.draft}: nothing tells what was trained, and how")
+    epochs = sorted((p.name for p in args.draft.iterdir() if p.name.isdecimal()), key=int)
     names = {"chosen": ""} | {name: name for name in epochs}
     results, configs, told = {}, {}, {}
     for name, folder in names.items():

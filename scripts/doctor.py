@@ -21,11 +21,12 @@ from eyrie.chat import PROBE, Chat, load_tokenizer
 from eyrie.checks import check_folder
 from eyrie.conversations import Reject
 from eyrie.draft import DraftShape, flat_config
-from eyrie.files import read_json, read_table, sha256_file, write_json
+from eyrie.files import sha256_file, write_json
 from eyrie.hidden import HiddenStates, split
 from eyrie.prompts import read_prompts
 from eyrie.reference import layer_fields
 from eyrie.replay import FlatDraft, Passage, Reading, acceptance_length, gain, read_settings
+from eyrie.results import read_result, read_training
 from eyrie.shards import ShardError, read_rows, runs
 from eyrie.sources import DataError
 from eyrie.verifier import VerifierConfig, load_head, load_tensor, load_verifier_config
@@ -107,8 +108,21 @@ class Known:
     bench: dict | None
 
 
-def read_known(path: Path | None) -> dict | None:
-    return read_json(path) if path and path.exists() else None
+# What is gone by of the files beside it, as `misfit` takes it; DraftShape's fields are what a draft
+# was trained as.
+ACCOUNT = {"answers": str, "tokenizer": str}
+BENCH = {
+    "methods": [{"method": str, "draft_tokens": int}],
+    "held_out": ({"acceptance_length": float},),
+}
+TRAINED = {
+    "config": {field.name: object for field in fields(DraftShape)}
+    | {"layer_ids": [int], "draft_vocab_size": int}
+}
+
+
+def read_known(path: Path | None, shape: dict) -> dict | None:
+    return read_result(path, shape) if path and path.exists() else None
 
 
 def trained_on(tree: Path, fingerprints: list[str]) -> list[Path]:
@@ -124,15 +138,18 @@ def look_around(args) -> Known:
     folder = args.draft.resolve()
     if not (folder / "config.json").exists():
         raise Unreadable(f"{args.draft}: no config.json; name a checkpoint's folder")
-    is_epoch = folder.name.isdigit() and (folder.parent / "manifest.json").exists()
+    is_epoch = folder.name.isdecimal() and (folder.parent / "manifest.json").exists()
     run = folder.parent if is_epoch else folder
     tree, name = run.parent, run.name.removeprefix("ckpt_")
-    manifest = read_known(run / "manifest.json")
+    manifest = read_known(run / "manifest.json", TRAINED)
     epoch, estimate, hidden = None, [], args.hidden
     if manifest:
+        manifest, metrics = read_training(run)
         epoch = int(folder.name) if is_epoch else manifest["chosen_epoch"]
-        metrics = read_table(run / "metrics.parquet")
-        row = metrics[(metrics.kind == "epoch") & (metrics.epoch == epoch)].iloc[0]
+        rows = metrics[(metrics.kind == "epoch") & (metrics.epoch == epoch)]
+        if rows.empty:
+            raise Unreadable(f"{args.draft}: {run} was not trained for an epoch {epoch}")
+        row = rows.iloc[0]
         estimate = [float(row[f"full_acc_{k}"]) for k in range(manifest["config"]["ttt_steps"])]
         hidden = hidden or trained_on(tree, manifest["data"])
     account = args.shards or (hidden[0].parents[1] / "shards.json" if hidden else None)
@@ -146,10 +163,10 @@ def look_around(args) -> Known:
         manifest,
         estimate,
         hidden,
-        read_known(account),
+        read_known(account, ACCOUNT),
         beside(args.vocab, tree / f"vocab_{name}.safetensors"),
         beside(args.prompts, tree / "prompts"),
-        read_known(args.bench or tree / f"bench_{name}.json"),
+        read_known(args.bench or tree / f"bench_{name}.json", BENCH),
     )
 
 
@@ -281,7 +298,7 @@ def look_at_files(known: Known, verifier: VerifierConfig, verifier_dir: Path) ->
     """The checkpoint's files against its manifest, and scripts/check.py's checks."""
     changed = []
     if known.manifest:
-        inner = f"{known.folder.name}/" if known.folder.name.isdigit() else ""
+        inner = f"{known.folder.name}/" if known.folder.name.isdecimal() else ""
         changed = [
             name
             for name in ("config.json", "model.safetensors")
@@ -771,9 +788,9 @@ def examine(args) -> list[dict]:
     findings = [look_at_files(known, config, args.verifier)]
     try:
         draft = FlatDraft(known.folder, load_tensor(args.verifier, "embed_tokens.weight").float())
-    except (SafetensorError, OSError, KeyError) as error:
+    except (SafetensorError, OSError, KeyError, AttributeError, TypeError) as error:
         raise Unreadable(
-            f"{known.folder}: cannot be read ({error}): see scripts/check.py"
+            f"{known.folder}: cannot be read ({error!r}): see scripts/check.py"
         ) from None
     of_head = map_of_head(load_head(args.verifier).to(torch.bfloat16), draft)
     trained = trained_config(known, config)

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eyrie.drawing import SERIES, canvas, finish, plot_positions, svg
-from eyrie.files import log_line, read_json, read_table
+from eyrie.files import log_line, require_own
 from eyrie.page import COLOURS, fixed, positions, smoothing
+from eyrie.results import HIDDEN, VOCAB, read_bench, read_result, read_training
 
 
 def colour(method: str) -> str:
@@ -223,14 +224,16 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
 
+    partial = args.out.with_name(args.out.name + ".partial")
     try:
-        chosen = read_json(args.checkpoint / "manifest.json")["chosen_epoch"]
-        files = [read_json(path) for path in (args.vocab, args.hidden, args.bench)]
-        metrics = read_table(args.checkpoint / "metrics.parquet")
+        for folder in (args.out, partial):
+            require_own(folder, "*.svg", "*.png")
+        manifest, metrics = read_training(args.checkpoint)
+        vocab, hidden = read_result(args.vocab, VOCAB), read_result(args.hidden, HIDDEN)
+        bench = read_bench(args.bench, manifest)
     except ValueError as error:
         sys.exit(f"draw: {error}")
-    figures = draw(metrics, chosen, *files)
-    partial = args.out.with_name(args.out.name + ".partial")
+    figures = draw(metrics, manifest["chosen_epoch"], vocab, hidden, bench)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name, figure in figures.items():

@@ -85,6 +85,10 @@ def flat_draft(
     found, tensors = read_config(folder), read_weights(folder)
     size = found.get("draft_vocab_size")
     shape = DraftShape(**draft_fields(folder / "config.json"))
+    if shape.num_hidden_layers > len(tensors):
+        raise ValueError(
+            f"{folder}: {len(tensors)} tensors are not {shape.num_hidden_layers:,} layers"
+        )
     config = flat_config(
         shape, verifier, vllm_ids(found, ids_are, verifier.num_hidden_layers), size
     )

@@ -11,9 +11,26 @@ import sys
 from pathlib import Path
 
 from eyrie.benchmark_page import benchmark
-from eyrie.files import atomic, read_json, read_table
+from eyrie.checkpoint import WEIGHTS, read_header
+from eyrie.files import atomic
 from eyrie.markdown import to_markdown
 from eyrie.page import duration, fill, inline, positions, smoothing, write_page
+from eyrie.results import (
+    CHECK,
+    HIDDEN,
+    IDENTITY,
+    PLAN,
+    SHARDS,
+    VOCAB,
+    again,
+    read_bench,
+    read_measurements,
+    read_result,
+    read_training,
+)
+
+# What draw.py draws for every run.
+FIGURES = {"loss", "accuracy", "acceptance_length", "vocabulary", "positions", "speed"}
 
 
 def stages(data: dict, checkpoint: Path) -> list[dict]:
@@ -118,11 +135,29 @@ def sglang_command(verifier: Path, checkpoint: Path, draft_tokens: int) -> str:
     )
 
 
-def render(
-    template: Path, run: str, verifier: Path, checkpoint: Path, figures: Path, data: dict
-) -> str:
-    """Return the page. `figures` is the folder of draw.py. `data` holds the loaded files by their
-    option's name, and `manifest` and `metrics` of the checkpoint.
+def read_figures(folder: Path) -> dict:
+    """The figures of draw.py as elements of a page, by their names.
+
+    Raises:
+        ValueError: naming the figure that is not there, or none of draw.py's.
+    """
+    names = {path.stem for path in folder.glob("*.svg")}
+    found = {}
+    for name in sorted(names | FIGURES):
+        path = folder / f"{name}.svg"
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: cannot be read ({error}): {again(path)}") from None
+        if "<svg" not in text or text.count('aria-label="') != 1:
+            raise ValueError(f"{path}: is no figure with a label: {again(path)}")
+        found[name] = inline(text)
+    return found
+
+
+def render(template: Path, run: str, verifier: Path, checkpoint: Path, data: dict) -> str:
+    """Return the page. `data` holds the loaded files by their option's name, `manifest` and
+    `metrics` of the checkpoint, and the figures as `plots`.
 
     Raises:
         KeyError, TypeError, jinja2.UndefinedError: a file lacks something that the page shows.
@@ -148,7 +183,6 @@ def render(
         planned=planned(data),
         serve=serve_command(verifier, checkpoint, draft["draft_tokens"]),
         sglang=sglang_command(verifier, checkpoint, draft["draft_tokens"]),
-        plots={path.stem: inline(path.read_text()) for path in figures.glob("*.svg")},
     )
 
 
@@ -172,15 +206,27 @@ def main() -> None:
     args = parser.parse_args()
 
     try:
+        manifest, metrics = read_training(args.checkpoint)
+        for name in manifest["files"]:
+            if name.endswith(WEIGHTS):
+                read_header(args.checkpoint / name)  # whole
+        bench = read_bench(args.bench, manifest, args.run)
         data = {
-            name: read_json(getattr(args, name))
-            for name in ("shards", "hidden", "plan", "vocab", "check", "bench")
+            "manifest": manifest,
+            "metrics": metrics,
+            "bench": bench,
+            "measurements": read_measurements(args.measurements, bench),
+            "shards": read_result(args.shards, SHARDS),
+            "hidden": read_result(args.hidden, HIDDEN),
+            "plan": read_result(args.plan, PLAN),
+            "vocab": read_result(args.vocab, VOCAB),
+            "check": read_result(args.check, CHECK),
+            "plots": read_figures(args.figures),
         }
-        data["manifest"] = read_json(args.checkpoint / "manifest.json")
-        identities = [read_json(path) for path in args.identities]
-        data["metrics"] = read_table(args.checkpoint / "metrics.parquet")
-        data["measurements"] = read_table(args.measurements, converters={"category": str})
-    except ValueError as error:
+        if data["plan"]["run"] != args.run:
+            raise ValueError(f"{args.plan}: is of run {data['plan']['run']}, not of {args.run}")
+        identities = [read_result(path, IDENTITY) for path in args.identities]
+    except (OSError, ValueError) as error:
         sys.exit(f"report: {error}")
     data["identities"] = {
         # Of several sources of conversations each has a number.
@@ -189,7 +235,7 @@ def main() -> None:
     }
     # A verifier's identity lies beside its folder, under the same name.
     verifier = next(p for p in args.identities if p.stem == "verifier").with_suffix("")
-    page = render(args.template, args.run, verifier, args.checkpoint, args.figures, data)
+    page = render(args.template, args.run, verifier, args.checkpoint, data)
     if args.markdown:
         with atomic(args.markdown) as partial:
             partial.write_text(to_markdown(page, args.figures))

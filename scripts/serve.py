@@ -23,7 +23,9 @@ from pathlib import Path
 from eyrie import engine
 from eyrie.files import write_json
 from eyrie.gpus import hold_gpus
+from eyrie.misfit import misfit
 from eyrie.provenance import versions
+from eyrie.results import again, read_bench
 
 METRIC = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
@@ -31,6 +33,10 @@ POSITION = re.compile(r'position="(\d+)"')
 PATIENCE = 600
 # Acceptance lengths closer than this are the same: outputs that part by rounding move a few drafts.
 SAME = 0.01
+
+# What of a row of the benchmark is asked again, and by what it is found.
+SETTING = {"set": str, "method": str, "draft_tokens": int, "concurrency": int}
+ROW = {**SETTING, "repeat": int, "prompt_ids": [int], "tokens": [int]}
 
 
 class ServeError(Exception):
@@ -70,6 +76,31 @@ def complete(url: str, model: str, ids: list[int], max_tokens: int) -> list[int]
     except (OSError, ValueError, LookupError) as error:
         print(f"serve: a request failed: {error}", file=sys.stderr, flush=True)
         return None
+
+
+def read_rows(path: Path, draft: dict) -> list[dict]:
+    """The rows of bench_RUN.jsonl of a method at its setting, in the first repetition.
+
+    Raises:
+        OSError, ValueError: naming the file, and the line that is no such row.
+    """
+    rows = []
+    with open(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}: line {number}: {error}: {again(path)}") from None
+            if fault := misfit(row, ROW):
+                raise ValueError(f"{path}: line {number}: {fault}: {again(path)}")
+            if row["repeat"] == 0 and all(row[k] == draft[k] for k in SETTING):
+                rows.append(row)
+    if len(rows) < draft["prompts"]:
+        raise ValueError(
+            f"{path}: has {len(rows)} rows of the draft, and its figures are of "
+            f"{draft['prompts']} prompts: {again(path)}"
+        )
+    return rows
 
 
 def measure(url: str, model: str, rows: list[dict], max_tokens: int, concurrency: int) -> dict:
@@ -175,20 +206,17 @@ def main() -> None:
     engine.add_arguments(parser)
     args = parser.parse_args()
 
-    bench = json.loads(args.bench.read_text())
+    try:
+        bench = read_bench(args.bench)
+        draft = next(m for m in bench["methods"] if m["method"] == "eagle3")
+        rows = read_rows(args.rows, draft)
+    except (OSError, ValueError) as error:
+        sys.exit(f"serve: {error}")
     args.dtype, args.compile = bench["settings"]["dtype"], bench["settings"]["compile"]
     engine.prepare(args.gpus, in_process=False, compiled=args.compile)
     # The server's engine is always a process of its own.
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     started = time.time()
-    draft = next(m for m in bench["methods"] if m["method"] == "eagle3")
-    with open(args.rows) as file:
-        rows = [
-            row
-            for row in map(json.loads, file)
-            if row["repeat"] == 0
-            and all(row[k] == draft[k] for k in ("set", "method", "draft_tokens", "concurrency"))
-        ]
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]

@@ -20,7 +20,9 @@ from eyrie import store
 def owners(folder: Path) -> dict[int, list[str]]:
     """File number -> the data sets whose outputs are that file."""
     found: dict[int, list[str]] = {}
-    for path in sorted(folder.resolve().parents[1].glob("data/*/hidden/*.safetensors")):
+    # By its name: the store itself may be a link to another place.
+    results = folder.absolute().parents[1]
+    for path in filter(Path.is_file, sorted(results.glob("data/*/hidden/*.safetensors"))):
         found.setdefault(path.stat().st_ino, []).append(path.parts[-3])
     return found
 
@@ -34,11 +36,18 @@ def main() -> None:
 
     if not args.store.is_dir():
         sys.exit(f"store: {args.store}: no such folder")
+    if args.store.absolute().parts[-2:] != (".state", "store"):
+        # Elsewhere nothing would tell which weights are in use, and prune would delete them all.
+        sys.exit(f"store: {args.store}: is no store; name the results' own, .state/store")
     linked = owners(args.store)
     shards = sorted(args.store.glob("*.safetensors"))
     bytes_of: Counter = Counter()
     bad = unused = 0
     for path in shards:
+        if not path.is_file():
+            bad += args.action == "verify"
+            print(f"{path.stem}  it is no file, and stays as it is")
+            continue
         size, names = path.stat().st_size, linked.get(path.stat().st_ino, [])
         bytes_of.update(dict.fromkeys(names or ["(no output)"], size))
         if args.action == "list":
@@ -53,7 +62,8 @@ def main() -> None:
             if args.yes:
                 path.unlink()
                 path.with_suffix(".json").unlink(missing_ok=True)
-    leftovers = [p for p in args.store.iterdir() if p.suffix in {".damaged", ".partial", ".rows"}]
+    suffixes = {".damaged", ".partial", ".rows"}
+    leftovers = [p for p in args.store.iterdir() if p.suffix in suffixes and p.is_file()]
     if args.action == "list":
         for name, size in sorted(bytes_of.items()):
             print(f"{name}: {size:,} bytes")

@@ -15,15 +15,21 @@ from matplotlib.ticker import MaxNLocator
 
 from eyrie.checkpoint import WEIGHTS, read_header
 from eyrie.drawing import SERIES, canvas, finish, plot_positions, svg
-from eyrie.files import read_json, read_table, write_json
+from eyrie.files import write_json
 from eyrie.page import fill, fixed, inline, plain, write_page
+from eyrie.results import CHECK, VOCAB, read_bench, read_result, read_training
 
 
 def read_draft(checkpoint: Path, *files: Path) -> dict:
-    """Return what the page tells of a draft. `files` are of vocab, check and bench."""
-    manifest, vocab, check, bench = map(read_json, (checkpoint / "manifest.json", *files))
+    """Return what the page tells of a draft. `files` are of vocab, check and bench.
+
+    Raises:
+        ValueError: naming the file that is not what its stage writes, or of another draft.
+    """
+    manifest, metrics = read_training(checkpoint)
+    vocab, check = map(read_result, files[:2], (VOCAB, CHECK))
+    bench = read_bench(files[2], manifest)
     served = next(m for m in bench["methods"] if m["method"] == "eagle3")
-    metrics = read_table(checkpoint / "metrics.parquet")
     steps = metrics[metrics["kind"] == "step"]
     epochs = metrics[metrics["kind"] == "epoch"].set_index("epoch", drop=False)
     epochs["minutes"] = steps.groupby("epoch")["seconds"].sum().cumsum() / 60
@@ -181,7 +187,7 @@ def main() -> None:
     files = zip(args.checkpoint, args.vocab, args.check, args.bench, strict=True)
     try:
         drafts = [read_draft(*of_run) for of_run in files]
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"sweep: {error}")
     page = render(args.template, drafts)
     write_json(args.summary, {"methods": [draft["row"] for draft in drafts]})

@@ -1,8 +1,10 @@
 """Print a benchmark, or the drafts of a sweep, as a plain table, and where its report is."""
 
 import argparse
-import json
+import sys
 from pathlib import Path
+
+from eyrie.results import TABLE, again, read_result
 
 HEAD = ("draft tokens", "acceptance length", "tokens/s", "speed-up", "identical")
 
@@ -41,7 +43,13 @@ def main() -> None:
     parser.add_argument("bench", type=Path, help="bench_RUN.json, or report_sweep.json")
     parser.add_argument("--report", type=Path, required=True, help="report_RUN.html")
     args = parser.parse_args()
-    print(table(json.loads(args.bench.read_text())["methods"]))
+    try:
+        methods = read_result(args.bench, TABLE)["methods"]
+        if not methods:
+            raise ValueError(f"{args.bench}: has no methods: {again(args.bench)}")
+    except ValueError as error:
+        sys.exit(f"table: {error}")
+    print(table(methods))
     print(f"\nreport: {args.report}")
 
 

@@ -30,9 +30,16 @@ from eyrie.draft import (
     write_flat,
 )
 from eyrie.engine import resolve_dtype
-from eyrie.files import link_or_copy, log_line, read_json, sha256_file, write_json
+from eyrie.files import (
+    link_or_copy,
+    log_line,
+    require_own,
+    sha256_file,
+    write_json,
+)
 from eyrie.gpus import hold_gpus
 from eyrie.hidden import HiddenStates, split
+from eyrie.identity import read_identity
 from eyrie.layouts import hub_name, write_layout
 from eyrie.provenance import peak_rss_bytes, versions
 from eyrie.rates import passes, record_rate
@@ -82,11 +89,19 @@ def digest(args, shape: DraftShape, states: HiddenStates, ranks: int) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+# What a checkpoint's folder holds; README.md is its card.
+OWN = ("[0-9]*", "config.json", WEIGHTS, "metrics.parquet", "manifest.json", "README.md")
+
+
+def partial_of(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
 def publish(args, state: Path, history: list[dict], manifest: dict) -> dict:
     """Make the checkpoint folder of links into `state`; it appears whole or not at all."""
     epochs = [row for row in history if row["kind"] == "epoch"]
     best = max(epochs, key=lambda row: row["acceptance_length"])["epoch"]
-    partial = args.out.with_name(args.out.name + ".partial")
+    partial = partial_of(args.out)
     shutil.rmtree(partial, ignore_errors=True)
     verifier = hub_name(manifest["verifier"]["source"])
 
@@ -163,6 +178,8 @@ def main() -> None:
 
 
 def train(args) -> None:
+    for folder in (args.out, partial_of(args.out)):
+        require_own(folder, *OWN)
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.core import Eagle3DraftModel
     from speculators.train.trainer import TrainerConfig
@@ -183,7 +200,7 @@ def train(args) -> None:
     states = HiddenStates(args.hidden)
     states.require_layers(verifier.extraction_ids(args.layer_ids))
     size = draft_size(args.draft_vocab_size, verifier.vocab_size)
-    identity = read_json(args.identity)
+    identity = read_identity(args.identity)
     map_of = made_of(identity, states.rows, args.held_out, size)
     d2t, t2d = load_map(args.vocab, map_of, verifier.vocab_size)
     state = args.state / digest(args, shape, states, ranks)

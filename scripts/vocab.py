@@ -3,7 +3,6 @@ some text could not be written or ended.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from eyrie.chat import load_tokenizer
 from eyrie.files import log_line, write_json
 from eyrie.hidden import split
+from eyrie.identity import read_identity
 from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes
 from eyrie.shards import Rows, ShardError, read_rows
@@ -73,6 +73,7 @@ def main() -> None:
 
     started = time.time()
     try:
+        identity = read_identity(args.identity)
         verifier = load_verifier_config(args.verifier, args.trust_remote_code)
         size = draft_size(args.size, verifier.vocab_size)
         tokenizer = load_tokenizer(args.verifier, args.trust_remote_code)
@@ -87,7 +88,7 @@ def main() -> None:
         always = pinned(tokenizer, verifier.eos_token_ids, verifier.vocab_size)
         real = count(torch.tensor([*tokenizer.get_vocab().values()]), verifier.vocab_size) > 0
         d2t, t2d = choose(counts, always, size, real)
-    except (ValueError, ShardError, DataError) as error:
+    except (OSError, ValueError, ShardError, DataError) as error:
         sys.exit(f"vocab: {error}")
     coverage = covered(counts, t2d)
     if coverage < args.min_coverage:
@@ -111,7 +112,6 @@ def main() -> None:
         "special_tokens": len(always),
         "coverage_by_size": {str(n): round(float(ranked[n - 1]), 6) for n in sizes},
     }
-    identity = json.loads(args.identity.read_text())
     save_map(args.out, d2t, t2d, made_of(identity, shards, args.held_out, size))
     summary["seconds"] = round(time.time() - started, 2)
     summary["peak_rss_bytes"] = peak_rss_bytes()

@@ -10,15 +10,28 @@ import json
 from pathlib import Path
 
 from eyrie.files import read_json
+from eyrie.misfit import misfit
 
 # What vLLM's Eagle3LlamaForCausalLM is called in a flat config.
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS = "model.safetensors"
+# The header of a safetensors file has at most so many bytes, by its own reader.
+HEADER_BYTES = 100_000_000
+# What of a config holds more fields, as `misfit` takes it. What is in them is checked, or not used.
+PARTS = {
+    "transformer_layer_config": {},
+    "speculators_config": ({},),
+    "eagle_config": ({},),
+    "eagle_aux_hidden_state_layer_ids": ([object],),
+}
 
 
 def read_config(folder: Path) -> dict:
-    """Raises ValueError where there is no JSON object."""
-    return read_json(folder / "config.json")
+    """Raises ValueError where there is no JSON object, or none where one must be in it."""
+    config = read_json(folder / "config.json")
+    if fault := misfit(config, {key: PARTS[key] for key in PARTS if key in config}):
+        raise ValueError(f"{folder / 'config.json'}: {fault}")
+    return config
 
 
 def read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
@@ -30,14 +43,18 @@ def read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= size - 8:
+        if not 0 < length <= min(size - 8, HEADER_BYTES):
             raise ValueError(f"{path}: cut off, or no safetensors file ({size:,} bytes)")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        text = file.read(length)
+    try:
+        header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
+        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        found = {n: (str(e["dtype"]), [int(k) for k in e["shape"]]) for n, e in header.items()}
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        raise ValueError(f"{path}: its header is not that of a safetensors file") from None
     if size != 8 + length + end:
         raise ValueError(f"{path}: {size:,} bytes, its header tells of {8 + length + end:,}")
-    return {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+    return found
 
 
 def is_nested(config: dict) -> bool:
@@ -57,7 +74,9 @@ def as_flat(config: dict) -> dict:
     """A nested config's fields where a flat one has them, read as vLLM reads the nested one."""
     layer = dict(config["transformer_layer_config"])
     rope = layer.pop("rope_parameters", None)
-    if rope is not None:
+    if rope is not None and not isinstance(rope, dict):
+        layer["rope_parameters"] = rope  # which no check passes
+    elif rope is not None:
         rope = dict(rope)
         layer["rope_theta"] = rope.pop("rope_theta", None)
         layer["rope_scaling"] = None if rope.get("rope_type") in (None, "default") else rope

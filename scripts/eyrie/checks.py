@@ -22,6 +22,7 @@ from eyrie.checkpoint import (
     sglang_since,
 )
 from eyrie.files import read_json, sha256_file
+from eyrie.misfit import misfit
 from eyrie.reference import rope_problems
 from eyrie.verifier import find_tensor, tensor_shape
 
@@ -182,10 +183,14 @@ def check_config(
     check("heads", good, f"{heads} and {keys}, hidden size {get('hidden_size')}", expected,
           "vLLM and transformers refuse the config")  # fmt: skip
 
-    layers, window = get("layer_types"), get("sliding_window")
-    expected = ["sliding_attention"] * (get("num_hidden_layers") or 1) if window else None
+    layers, window, depth = map(get, ("layer_types", "sliding_window", "num_hidden_layers"))
+    good = layers is None
+    if window:
+        slides = type(layers) is list and all(kind == "sliding_attention" for kind in layers)
+        good = slides and len(layers) == depth
+    expected = f"sliding_attention, {depth} times" if window else None
     effect = "vLLM looks back further than in training, or less far"
-    check("config.layer_types", layers == expected, layers, expected, effect)
+    check("config.layer_types", good, layers, expected, effect)
 
     size, all_tokens = get("draft_vocab_size"), verifier["vocab_size"]
     good = type(size) is int and 0 < size <= all_tokens
@@ -245,6 +250,10 @@ def check_header(
     header: dict, config: dict, vocab_size: int, own_embeddings: bool = False
 ) -> list[dict]:
     """Names, dtypes and shapes of a flat checkpoint's tensors."""
+    depth = config["num_hidden_layers"]
+    if depth > len(header):
+        effect = "vLLM makes layers that no weights fill"
+        return [result("layers", False, f"{len(header)} tensors", f"{depth} layers", effect)]
     expected = expected_tensors(config)
     if own_embeddings:
         expected["embed_tokens.weight"] = ("BF16", [vocab_size, config["hidden_size"]])
@@ -309,7 +318,7 @@ def check_nested(config: dict) -> list[dict]:
     """What a nested config has beside its fields that `as_flat` reads."""
     inner = config.get("speculators_config") or {}
     methods = inner.get("proposal_methods") or [{}]
-    tokens = methods[0].get("speculative_tokens")
+    tokens = None if misfit(methods, [{}]) else methods[0].get("speculative_tokens")
     kind = config.get("speculators_model_type")
     effect = "vLLM takes the checkpoint for another model"
     checks = [
@@ -468,8 +477,9 @@ def check_light(
         header = {flat_name(name): entry for name, entry in header.items()}
     own = "embed_tokens.weight" in header
     checks += check_config(config, verifier, own, length, layout)
-    checks.append(check_sglang(config, required=layout == "sglang"))
-    if all(c["ok"] for c in checks):
+    if passed(checks):
+        checks.append(check_sglang(config, required=layout == "sglang"))
+    if passed(checks):
         checks += check_header(header, config, verifier["vocab_size"], own)
     return checks, config
 

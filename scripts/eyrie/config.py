@@ -21,8 +21,9 @@ from pydantic import (
 from eyrie.reference import draft_fields, rope_problems
 
 ROOT = Path(__file__).parents[2]
-# Of files that targets are: report_RUN.html would be that of a run, and the Markdown of another.
-ENDINGS = {".html", ".md", ".json", ".jsonl", ".csv", ".safetensors"}
+# Of files that targets are: report_RUN.html would be that of a run, and the Markdown of another;
+# and of folders that are not whole yet, which whoever makes the folder deletes.
+ENDINGS = {".html", ".md", ".json", ".jsonl", ".csv", ".safetensors", ".partial"}
 
 
 def from_command_line(value):

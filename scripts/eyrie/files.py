@@ -36,6 +36,24 @@ def atomic(path: str | Path) -> Iterator[Path]:
     fsync_path(path.parent)
 
 
+def require_own(folder: Path, *patterns: str) -> None:
+    """For whoever makes a folder anew, before it deletes the old one.
+
+    patterns: of the names that it writes there.
+
+    Raises:
+        ValueError: naming what is there of somebody else's.
+    """
+    # A kill leaves files of `atomic`.
+    patterns = (*patterns, *(f"{p}.partial" for p in patterns), ".snakemake_timestamp")
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not any(path.match(pattern) for pattern in patterns):
+            raise ValueError(
+                f"{path}: is not of what is written to {folder}, which is made anew and so "
+                "deleted: move it, or name another folder"
+            )
+
+
 def write_json(path: str | Path, value) -> None:
     with atomic(path) as partial:
         partial.write_text(json.dumps(value, indent=1) + "\n")
@@ -49,7 +67,7 @@ def read_json(path: str | Path) -> dict:
     """
     try:
         value = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds no JSON object but {str(value)[:60]}")

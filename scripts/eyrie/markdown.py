@@ -17,6 +17,12 @@ def plain_text(text: str) -> str:
     return re.sub(r"([\\`*_\[\]|#~$])", r"\\\1", text)
 
 
+def fenced(code: str) -> str:
+    """Code as a block, whose fence is longer than any in it."""
+    fence = "`" * (max([2, *map(len, re.findall("`+", code))]) + 1)
+    return f"{fence}\n{code.strip()}\n{fence}"
+
+
 class Markdown(HTMLParser):
     """Collects `parts`, a page's blocks in their order. figures: label -> file of its picture."""
 
@@ -33,10 +39,7 @@ class Markdown(HTMLParser):
         self.text = ""
         if not text.strip():
             return
-        if self.pre:
-            fence = "`" * (max([2, *map(len, re.findall("`+", text))]) + 1)
-            text = f"{fence}\n{text.strip()}\n{fence}"
-        self.parts.append(before + text)
+        self.parts.append(before + (fenced(text) if self.pre else text))
 
     def handle_starttag(self, tag, attributes):
         values = dict(attributes)

@@ -30,7 +30,7 @@ def rope_problems(scaling) -> list[str]:
     if not scaling:
         return []
     kind = scaling.get("rope_type") if isinstance(scaling, dict) else scaling
-    if kind not in ROPE_TYPES:
+    if not isinstance(scaling, dict) or kind not in list(ROPE_TYPES):
         return [f"its rope_type must be one of {', '.join(ROPE_TYPES)}, found {kind!r}"]
     missing = ROPE_TYPES[kind] - scaling.keys()
     return [f"{kind} needs {', '.join(sorted(missing))}, too"] if missing else []

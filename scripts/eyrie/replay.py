@@ -5,7 +5,6 @@ After vLLM's llama_eagle3: the state of token p and the embedding of token p + 1
 and each further step takes the state that the draft itself made.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from eyrie.checkpoint import read_config
 from eyrie.reference import layer_fields
 
 
@@ -70,7 +70,7 @@ class FlatDraft:
     """The weights of a flat checkpoint and the verifier's embeddings, in float32."""
 
     def __init__(self, folder: Path, embeddings: torch.Tensor):
-        self.config = json.loads((folder / "config.json").read_text())
+        self.config = read_config(folder)
         tensors = load_file(folder / "model.safetensors")
         self.d2t, self.t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
         self.weights = {name: tensor.float() for name, tensor in tensors.items()}

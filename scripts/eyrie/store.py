@@ -5,13 +5,15 @@
 {fingerprint}.damaged        a shard that its seal did not fit, out of the way
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
 
-from eyrie.files import fsync_path, sha256_file, write_json
+from eyrie.files import fsync_path, read_json, sha256_file, write_json
 from eyrie.memory import disk_fault
+from eyrie.misfit import misfit
+
+SEAL = {"bytes": int, "changed_ns": int, "sha256": str}
 
 
 def seal(partial: Path, path: Path, **found) -> None:
@@ -28,7 +30,12 @@ def seal(partial: Path, path: Path, **found) -> None:
 
 
 def read_seal(path: Path) -> dict:
-    return json.loads(path.with_suffix(".json").read_text())
+    """Raises ValueError, naming the seal, where it is damaged."""
+    seal = path.with_suffix(".json")
+    found = read_json(seal)
+    if fault := misfit(found, SEAL):
+        raise ValueError(f"{seal}: {fault}")
+    return found
 
 
 def fault(path: Path, read_all: bool = False) -> str | None:
@@ -37,9 +44,14 @@ def fault(path: Path, read_all: bool = False) -> str | None:
     A file that has not been changed since its content was last compared is not read again, unless
     `read_all`: a hundred shards of a large verifier take an hour to read.
     """
+    if not path.is_file():
+        return "it is no file"
     if not path.with_suffix(".json").exists():
         return "it has no seal"
-    sealed, status = read_seal(path), path.stat()
+    try:
+        sealed, status = read_seal(path), path.stat()
+    except ValueError as error:
+        return f"its seal is damaged ({error})"
     if status.st_size != sealed["bytes"]:
         return f"it has {status.st_size:,} bytes, {sealed['bytes']:,} were written"
     if status.st_mtime_ns == sealed["changed_ns"] and not read_all:

@@ -3,6 +3,7 @@ accepts most of them without a word."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from test_draft_model import IDS, model_of, shape
 from test_vocab import BAD_MAPS
 
 import check
+import doctor
 from eyrie import loads
-from eyrie.checks import read_reference
+from eyrie.checkpoint import read_header
+from eyrie.checks import check_light, read_reference
 from eyrie.draft import flat_config, flat_tensors, write_flat
 from eyrie.files import sha256_file, write_json
 from eyrie.verifier import load_verifier_config, text_sizes
@@ -44,7 +47,7 @@ def write_draft(folder: Path, inputs: Path, size: int = 200, **changes) -> Path:
     config = flat_config(draft_shape, load_verifier_config(inputs / "verifier"), IDS, size)
     write_flat(folder, config, flat_tensors(model))
     trained = {**vars(draft_shape), "layer_ids": IDS, "draft_vocab_size": size}
-    write_json(folder / "manifest.json", {"config": trained})
+    write_json(folder / "manifest.json", {"config": trained, "files": {}})
     return folder
 
 
@@ -390,6 +393,60 @@ def test_weights_cut_off(good, inputs, tmp_path, length):
     assert not accepts(folder, inputs)
 
 
+JUNK = [None, 5, 10**9, float("nan"), "x", True, [], [5], [{}], {}, {"a": 5}, {"rope_type": []}]
+
+
+def test_whatever_a_config_holds_is_told(good, inputs, tmp_path):
+    """A check that fails, and at once, whatever stands where a number or an object must be."""
+    folder, verifier = shutil.copytree(good, tmp_path / "draft"), text_sizes(inputs / "verifier")
+    flat = json.loads((folder / "config.json").read_text())
+    parts = {"speculators_config": {"proposal_methods": []}, "transformer_layer_config": flat}
+    for config in (flat, flat | parts):
+        for key in config:
+            for value in JUNK:
+                odd = config | {"sliding_window": 8, key: value}
+                (folder / "config.json").write_text(json.dumps(odd))
+                assert not check.passed(check_light(folder, verifier)[0])
+    for inner in (*flat["eagle_config"], "rope_parameters"):
+        for value in JUNK[1:]:
+            layer = flat | {inner: value}
+            odd = flat | {"eagle_config": flat["eagle_config"] | {inner: value}}
+            odd |= parts | {"transformer_layer_config": layer}
+            (folder / "config.json").write_text(json.dumps(odd))
+            assert not check.passed(check_light(folder, verifier)[0])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"[]", b"5", b'{"a": {}}', b'{"a": 5}', b'{"a": {"data_offsets": []}}', b"\xff", 9**5 * b"[",
+     b'{"a": {"data_offsets": [0, 0], "dtype": "BF16", "shape": [null]}}',
+     b'{"a": {"data_offsets": [0, Infinity], "dtype": "BF16", "shape": [1]}}'],
+)  # fmt: skip
+def test_a_header_of_something_else_is_named(tmp_path, header):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=r"model\.safetensors: its header is not that of"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("manifest", ["{}", "[]", '{"config": {}, "files": {}}', '{"files": {}}'])
+def test_a_manifest_that_tells_of_no_training(good, inputs, tmp_path, monkeypatch, manifest):
+    """Without it the checks of content and of what was trained would be left out."""
+    folder = shutil.copytree(good, tmp_path / "draft")
+    (folder / "manifest.json").write_text(manifest)
+    argv = ["check.py", str(folder), "--verifier", str(inputs / "verifier")]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit, match=r"check: .*manifest\.json: "):
+        check.main()
+
+
+def test_where_the_results_go_is_told_first(good, inputs, monkeypatch):
+    argv = ["check.py", str(good), "--verifier", str(inputs / "verifier"), "--json", "/proc/x/y"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit, match="check: --json /proc/x/y: cannot be written"):
+        check.main()
+
+
 def test_a_draft_narrower_than_its_verifier(inputs, tmp_path):
     """With embeddings and a head of its own, which vLLM needs; fc takes the verifier's width."""
     folder = write_draft(tmp_path, inputs)
@@ -463,6 +520,7 @@ def test_a_reference_is_held_beside_it(good, inputs, tmp_path):
 def test_the_script_tells_every_epoch(good, inputs, tmp_path, monkeypatch, capsys):
     """One that is damaged is told, whichever it is, and the others are read to the end."""
     folder = shutil.copytree(good, tmp_path / "draft")
+    (folder / "²").mkdir()  # a digit, and no number
     for epoch in "01":
         shutil.copytree(good, folder / epoch, ignore=shutil.ignore_patterns("manifest.json"))
     path = folder / "1/model.safetensors"
@@ -503,3 +561,25 @@ def test_a_wrong_config_is_told_before_anything_is_imported(good, inputs, tmp_pa
     assert done.returncode == 1 and "FAIL tensor midlayer.self_attn.q_proj.weight" in done.stdout
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert not imported & {"torch", "transformers", "vllm", "numpy"}
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("config.json", "[]", r"config\.json: holds no JSON object"),
+        ("config.json", "{}", r"cannot be read \(KeyError"),
+        ("manifest.json", "{}", r"manifest\.json: config is missing"),
+        ("manifest.json", '{"config": 5}', r"manifest\.json: config is 5, not an object"),
+    ],
+)
+def test_doctor_tells_what_it_cannot_read_from_what_disagrees(
+    good, inputs, tmp_path, monkeypatch, capsys, name, content, message
+):
+    folder = shutil.copytree(good, tmp_path / "draft")
+    (folder / "manifest.json").unlink()
+    (folder / name).write_text(content)
+    argv = ["doctor.py", str(folder), "--verifier", str(inputs / "verifier")]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as ended:
+        doctor.main()
+    assert ended.value.code == 2 and re.search(message, capsys.readouterr().err)

@@ -75,6 +75,7 @@ def test_the_default_is_valid():
         ("sweep", ["1k", "2k"], "sweep: run '2k' is not defined: the config has 10, 1k"),
         ("runs.a/b", {"data": "1k"}, "runs.a/b: the name is part of a file's"),
         ("runs.1k.md", {"data": "1k"}, "runs.1k.md: .md is the ending of files"),
+        ("runs.1k.partial", {"data": "1k"}, "runs.1k.partial: .partial is the ending of files"),
         ("data.", {"conversations": 1}, "data.: the name is part of a file's"),
         ("prompts.name", "set {v2}", "prompts.name: {v2} would be a wildcard to Snakemake"),
         ("runs.{run}", {"data": "1k"}, "runs: {run} would be a wildcard"),

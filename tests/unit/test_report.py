@@ -86,6 +86,7 @@ def made_up() -> dict:
             "kept": 1_000,
             "rejected": 12,
             "reasons": {"empty": 9, "too long": 3},
+            "sources": {"path:talks": {"read": 1_012, "kept": 1_000, "rejected": 12}},
             "answers": "verifier",
             "leading_answers_dropped": 7,
             "truncated": 5,
@@ -126,7 +127,11 @@ def made_up() -> dict:
         "plan": {
             "run": "1k",
             "tokens": {"total": 450_000, "source": "plan.prompt_tokens <b>of</b> the config"},
-            "states": {"kept_as": "fp8", "fp8_bytes": 2_000_000_000},
+            "states": {
+                "kept_as": "fp8",
+                "bf16_bytes": 4_000_000_000,
+                "fp8_bytes": 2_000_000_000,
+            },
             "memory": {"device_source": "this machine's memory", "host_bytes": {"extract": 4e9}},
             "times": [
                 {"part": part, "seconds": seconds, "source": "measured in data 10"}
@@ -164,9 +169,10 @@ def made_up() -> dict:
                         "effect": "vLLM stops",
                     }
                 ]
-                for epoch in range(2)
+                for epoch in ("chosen", 0, 1)
             },
             "seconds": 0.4,
+            "peak_rss_bytes": 800_000_000,
         },
         "bench": {
             "run": "1k",
@@ -202,8 +208,14 @@ def made_up() -> dict:
                 "estimated_acceptance_length": 1.6225,
                 "acceptance_length": 1.5725,
             },
-            "settings": {"temperature": 0, "gpus": 0, "compile": False},
+            "settings": {
+                "dtype": "bfloat16",
+                "temperature": 0,
+                "gpus": 0,
+                "compile": False,
+            },
             "versions": {"vllm": "0.32.0"},
+            "fingerprint": {"drafts": {"eagle3": "abad1dea"}},
             "seconds": 75.0,
         },
         "manifest": {
@@ -213,6 +225,9 @@ def made_up() -> dict:
             "config": {
                 "norms": "eagle3.1",
                 "lr": 0.0001,
+                "epochs": 2,
+                "ttt_steps": 3,
+                "held_out": 0.05,
                 "layer_ids": [2, 15, 27],
                 "scheduler": "linear",
             },
@@ -246,6 +261,8 @@ def metrics() -> pd.DataFrame:
             "epoch": (step - 1) // 150,
             "step": step,
             "loss": 9 - step / 100,
+            "tokens": 1_000,
+            "seconds": 0.5,
         }
         | {f"loss_{k}": 3 + k - step / 300 for k in range(3)}
         | {f"full_acc_{k}": step / 1000 / (k + 1) for k in range(3)}
@@ -271,7 +288,9 @@ def metrics() -> pd.DataFrame:
     return pd.DataFrame(steps + epochs)
 
 
-def request(method: str, number: int, category: str, new: int, seconds: float, *counts) -> dict:
+def request(
+    method: str, number: int, category: str, new: int, seconds: float, *counts, concurrency: int = 1
+) -> dict:
     """A row of the benchmark's CSV; counts: drafts, accepted."""
     drafts, accepted = counts
     return {
@@ -282,7 +301,7 @@ def request(method: str, number: int, category: str, new: int, seconds: float, *
         "method": method,
         "kind": method,
         "draft_tokens": 0 if method == "baseline" else 3,
-        "concurrency": 1,
+        "concurrency": concurrency,
         "repeat": 0,
         "group": number,
         "new_tokens": new,
@@ -299,8 +318,15 @@ def request(method: str, number: int, category: str, new: int, seconds: float, *
 
 def measurements() -> pd.DataFrame:
     """The baseline writes 30 tokens/s on code and 40 on writing; eagle3 60 and 40."""
+    at_eight = [
+        request(method, number, "math", 100, 2.0, 0, 0, concurrency=8)
+        for method in ("baseline", "eagle3")
+        for number in range(4)
+    ]
     return pd.DataFrame(
         [
+            *at_eight,
+            *(request(m, 3, "math", 10, 1.0, 0, 0) for m in ("baseline", "ngram", "eagle3")),
             request("baseline", 0, "code", 100, 3.0, 0, 0),
             request("baseline", 1, "code", 50, 2.0, 0, 0),
             request("baseline", 2, "writing", 80, 2.0, 0, 0),
@@ -319,7 +345,8 @@ def write_inputs(folder: Path, data: dict, rows: pd.DataFrame) -> list[str]:
     checkpoint = folder / "ckpt_1k"
     for name in data["manifest"]["files"]:
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkpoint / name).write_bytes(bytes(5_000))
+        # A header of nothing.
+        (checkpoint / name).write_bytes((4_992).to_bytes(8, "little") + b"{}".ljust(4_992))
     metrics().to_parquet(checkpoint / "metrics.parquet")
     (checkpoint / "manifest.json").write_text(json.dumps(data["manifest"]))
     rows.to_csv(folder / "bench_1k.csv", index=False)
@@ -570,6 +597,15 @@ def test_a_file_that_is_cut_off_is_named_and_the_old_page_stays(
     assert sorted((tmp_path / "report_1k").iterdir()) == figures
 
 
+def test_figures_take_no_other_files_folder(tmp_path):
+    write_report(tmp_path, made_up(), measurements())
+    draw_figures(tmp_path)  # over its own
+    (tmp_path / "report_1k/notes.txt").touch()
+    with pytest.raises(SystemExit, match="move it, or name another folder"):
+        draw_figures(tmp_path)
+    assert (tmp_path / "report_1k/notes.txt").exists()
+
+
 def test_a_report_loads_nothing_that_draws():
     """Drawing takes longer than all else, and an edit of the template shall be seen at once."""
     code = "import sys; import report; print('matplotlib' in sys.modules)"
@@ -708,10 +744,13 @@ def test_account_that_does_not_add_up_shows(tmp_path):
 
 def test_a_failed_report_leaves_the_old_one(tmp_path):
     old = write_report(tmp_path, made_up(), measurements())
-    data = made_up()
-    del data["vocab"]["coverage"]
-    with pytest.raises(KeyError, match="coverage"):
-        write_report(tmp_path, data, measurements())
+    vocab = tmp_path / "vocab.json"
+    content = json.loads(vocab.read_text())
+    del content["coverage"]
+    command = write_inputs(tmp_path, made_up(), measurements())
+    vocab.write_text(json.dumps(content))
+    with patch("sys.argv", command), pytest.raises(SystemExit, match="coverage is missing"):
+        report.main()
     assert (tmp_path / "report_1k.html").read_text() == old
     assert not list(tmp_path.glob("*.partial"))
 
@@ -736,7 +775,7 @@ def test_duration(seconds, text):
 def test_table_in_plain_text(tmp_path):
     bench = tmp_path / "bench_1k.json"
     bench.write_text(json.dumps(made_up()["bench"]))
-    command = [sys.executable, "-I", ROOT / "scripts/table.py", bench, "--report", "r.html"]
+    command = [sys.executable, ROOT / "scripts/table.py", bench, "--report", "r.html"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout == (
         "method    draft tokens  acceptance length  tokens/s  speed-up  identical\n"
@@ -746,6 +785,18 @@ def test_table_in_plain_text(tmp_path):
         "\n"
         "report: r.html\n"
     )
+
+
+@pytest.mark.parametrize("text", ["{}", '{"methods": []}', '{"methods": [{}]}', "", None])
+def test_a_table_of_no_figures(tmp_path, text):
+    bench = tmp_path / "bench_1k.json"
+    if text is not None:
+        bench.write_text(text)
+    with (
+        patch("sys.argv", ["table.py", str(bench), "--report", "r.html"]),
+        pytest.raises(SystemExit, match=r"table: .*bench_1k\.json: "),
+    ):
+        table.main()
 
 
 def test_table_shows_large_figures():

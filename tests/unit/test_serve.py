@@ -142,3 +142,30 @@ def test_no_process_is_left_whatever_happens(tmp_path, killed):
     while left := group(int(file.read_text())):
         assert time.time() < deadline, left
         time.sleep(0.05)
+
+
+DRAFT = {"set": "mt", "method": "eagle3", "draft_tokens": 3, "concurrency": 1}
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ([], "has 0 rows of the draft, and its figures are of 2"),
+        (["{"], "line 1: "),
+        (["[]"], "line 1: it is .*, not an object"),
+        ([json.dumps(DRAFT)], "line 1: repeat is missing"),
+    ],
+)
+def test_rows_that_are_not_the_benchmarks(tmp_path, lines, message):
+    path = tmp_path / "bench_1k.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=rf"bench_1k\.jsonl: {message}"):
+        serve.read_rows(path, DRAFT | {"prompts": 2})
+
+
+def test_rows_of_the_draft_are_asked_again(tmp_path):
+    path, ids = tmp_path / "bench_1k.jsonl", {"prompt_ids": [1], "tokens": [2]}
+    rows = [DRAFT | ids | {"repeat": repeat} for repeat in (0, 1)]
+    rows += [row | {"method": "baseline"} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert serve.read_rows(path, DRAFT | {"prompts": 1}) == rows[:1]

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eyrie.files import atomic, link_or_copy
+from eyrie.files import atomic, link_or_copy, require_own
 from eyrie.shards import (
     HiddenShardWriter,
     Rows,
@@ -121,6 +121,16 @@ def test_atomic_leaves_nothing_behind_a_failure(tmp_path):
         partial.write_text("half")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_somebody_elses_is_not_made_anew(tmp_path):
+    require_own(tmp_path / "none", "*.svg")
+    for name in ("loss.svg", "norms.svg.partial", ".snakemake_timestamp"):
+        (tmp_path / name).touch()
+    require_own(tmp_path, "*.svg")
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match=r"thesis\.tex: is not of what is written"):
+        require_own(tmp_path, "*.svg")
 
 
 def test_link_or_copy_replaces_what_is_there(tmp_path):

@@ -1,7 +1,9 @@
 import os
+from unittest.mock import patch
 
 import pytest
 
+import store as script
 from eyrie import store
 
 
@@ -57,3 +59,57 @@ def test_a_disk_too_small_is_told_with_the_numbers(tmp_path):
     store.require_space(tmp_path, 1000)
     with pytest.raises(OSError, match=r"1,000,000.00 GB may be needed, .* GB are free"):
         store.require_space(tmp_path, 10**15)
+
+
+@pytest.mark.parametrize("seal", ["", "{}", "[]", "\xff", '{"bytes": 10240, "changed_ns": null}'])
+def test_a_damaged_seal_is_a_fault(shard, seal):
+    shard.with_suffix(".json").write_bytes(seal.encode("latin-1"))
+    assert "its seal is damaged" in store.fault(shard)
+
+
+def run(*argv) -> None:
+    with patch("sys.argv", ["store.py", *map(str, argv)]):
+        script.main()
+
+
+@pytest.fixture
+def folder(shard):
+    """A store with a sound shard that no output uses, a folder and a link to nothing."""
+    folder = shard.parent / ".state/store"
+    folder.mkdir(parents=True)
+    for path in (shard, shard.with_suffix(".json")):
+        path.rename(folder / path.name)
+    (folder / "dir.safetensors").mkdir()
+    (folder / "link.safetensors").symlink_to("nowhere")
+    (folder / "x.partial").mkdir()
+    return folder
+
+
+def test_what_is_no_file_is_told_and_stays(folder, capsys):
+    run("list", folder)
+    with pytest.raises(SystemExit, match="2 of 3 shards are damaged"):
+        run("verify", folder)
+    run("prune", folder, "--yes")
+    assert capsys.readouterr().out.count("it is no file, and stays as it is") == 6
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"dir.safetensors", "link.safetensors", "x.partial"}
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_shard_in_use_is_not_pruned(folder, tmp_path, linked):
+    if linked:
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    hidden = folder.parents[1] / "data/1k/hidden"
+    hidden.mkdir(parents=True)
+    (hidden / "0.safetensors").hardlink_to(folder / "f00d.safetensors")
+    (hidden / "1.safetensors").symlink_to("nowhere")
+    run("prune", folder, "--yes")
+    assert (folder / "f00d.safetensors").exists()
+
+
+def test_only_a_store_is_pruned(shard):
+    for path in (shard.parent, "/"):
+        with pytest.raises(SystemExit, match="is no store"):
+            run("prune", path, "--yes")
+    assert shard.exists()

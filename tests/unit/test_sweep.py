@@ -31,6 +31,8 @@ def run(name: str, speedup: float = 1.28, **config) -> dict:
         acceptance_per_position=[0.36 * scale, 0.12 * scale, 0.04 * scale],
     )
     data["manifest"]["config"] = {
+        "norms": "eagle3.1",
+        "epochs": 2,
         "lr": 0.005,
         "scheduler": "cosine",
         "layer_ids": [2, 15, 27],
@@ -38,9 +40,7 @@ def run(name: str, speedup: float = 1.28, **config) -> dict:
         "ttt_steps": 3,
         "held_out": 0.05,
     } | config
-    history = metrics()
-    history.loc[history["kind"] == "step", ["tokens", "seconds"]] = [1_000, 0.5]
-    return data | {"metrics": history}
+    return data | {"metrics": metrics()}
 
 
 def write_inputs(folder: Path, runs: list[dict]) -> list[str]:
@@ -144,7 +144,7 @@ def test_markup_in_data_is_text(tmp_path):
     odd = run(SCRIPT, 1.4, scheduler=SCRIPT)
     odd["manifest"]["config"][f"{SCRIPT} $x$"] = 1
     odd["bench"]["prompt_set"]["name"] = SCRIPT
-    odd["bench"]["verifier"] = '"><b>'
+    odd["bench"]["verifier"] = odd["manifest"]["verifier"]["source"] = '"><b>'
     text = write_page(tmp_path, odd, run("1k"))
     assert text.count("<script") == 1 and "<b>sweep" in text and text.count("<b>") == 1
     page = Page(text)

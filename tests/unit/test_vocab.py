@@ -158,7 +158,9 @@ def run(inputs: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
         masks = [[False] * 4 + [True] * 4] * 20
         rows = Rows.pack(ids, masks, row_ids, {"fingerprint": str(number)})
         write_tokens(out / f"{number}.safetensors", rows)
-    (out / "verifier.json").write_text(json.dumps({"files": {"config.json": "c0ffee"}}))
+    (out / "verifier.json").write_text(
+        json.dumps({"source": "path:a", "files": {"config.json": "c0ffee"}})
+    )
     command = [python(), ROOT / "scripts/vocab.py", "--verifier", inputs / "verifier"]
     command += ["--hidden", out / "0.safetensors", out / "1.safetensors"]
     command += ["--identity", out / "verifier.json", "--prompts", inputs / "prompts.jsonl"]
