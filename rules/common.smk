@@ -27,6 +27,7 @@ from eyrie.plan import (
     states_at_most,
     training_bytes,
 )
+from eyrie.sources import DataError
 from eyrie.totals import Totals
 from eyrie.verifier import draft_size, extraction_ids
 
@@ -35,8 +36,8 @@ try:
     update_config(config, with_reference(workflow.config_settings.overwrite_config))
     C = load_config(config)
     R = C.results
-    if Path(R).is_file():
-        raise ConfigError(f"results: {R} is a file; name a folder")
+    if os.path.lexists(R) and not os.path.isdir(R):
+        raise ConfigError(f"results: {R} is no folder, and in the way of one; name a folder")
     # A pod has none of them, and what has sent it there has looked.
     if not workflow.remote_exec and (missing := missing_files(C)):
         raise ConfigError("config: " + "\n        ".join(missing))
@@ -351,7 +352,10 @@ def source_options(block):
 
 def content(block, identity, verifier=False):
     """A parameter that changes with what a local source holds, and not with its files' times."""
-    return json.dumps(local_content(block.source, Path(identity), verifier))
+    try:
+        return json.dumps(local_content(block.source, Path(identity), verifier))
+    except DataError as error:
+        raise WorkflowError(str(error)) from None
 
 
 def flag(name, value):

@@ -3,6 +3,7 @@
 import datetime
 import difflib
 import itertools
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -297,7 +298,7 @@ def with_reference(values: dict) -> dict:
         return values
     # One that comes with the workflow is found from any working directory.
     path = Path(draft["reference"])
-    path = path if path.exists() else ROOT / path
+    path = path if os.path.exists(path) else ROOT / path
     try:
         return {**values, "draft": draft_fields(path) | draft}
     except ValueError as error:
@@ -379,16 +380,24 @@ def _name_problems(config: Config) -> list[str]:
     return problems
 
 
-def _wildcards(value, path: str = "") -> list[str]:
-    """Texts and names with a word in braces, which Snakemake would take for a wildcard."""
+def _text_problems(value, path: str = "") -> list[str]:
+    """Texts and names with a word in braces, which Snakemake would take for a wildcard, or with a
+    null byte, which no file's name and no option can have."""
     if isinstance(value, dict):
-        found = [_wildcards(v, f"{path}.{k}") for k, v in value.items()]
-        return [*_wildcards(" ".join(map(str, value)), path), *itertools.chain(*found)]
+        found = [_text_problems(v, f"{path}.{k}") for k, v in value.items()]
+        return [*_text_problems(" ".join(map(str, value)), path), *itertools.chain(*found)]
     if isinstance(value, list):
-        return list(itertools.chain(*(_wildcards(v, f"{path}.{i}") for i, v in enumerate(value))))
-    braces = isinstance(value, str) and re.search(r"\{\s*\w[^{}]*\}", value)
-    found = f"{path[1:]}: {braces[0]} would be a wildcard to Snakemake" if braces else ""
-    return [f"{found}; name it without braces"] if braces else []
+        found = [_text_problems(v, f"{path}.{i}") for i, v in enumerate(value)]
+        return list(itertools.chain(*found))
+    problems = []
+    if isinstance(value, str):
+        if braces := re.search(r"\{\s*\w[^{}]*\}", value):
+            problems.append(
+                f"{path[1:]}: {braces[0]} would be a wildcard to Snakemake; name it without braces"
+            )
+        if "\0" in value:
+            problems.append(f"{path[1:]}: {value!r} holds a null byte; leave it out")
+    return problems
 
 
 def missing_files(config: Config) -> list[str]:
@@ -404,11 +413,14 @@ def missing_files(config: Config) -> list[str]:
             # What is missing for every run is told once.
             if path not in named.values():
                 named[f"runs.{name}.{key}"] = path
-    made = Path(config.results).resolve()
+    made = os.path.realpath(config.results)
     return [
         f"{key}: {path}: no such file or folder"
         for key, path in named.items()
-        if path and not Path(path).exists() and not Path(path).resolve().is_relative_to(made)
+        if path
+        # Neither is a pipe, which would be waited for, nor a name that no file can have.
+        and not (os.path.isfile(path) or os.path.isdir(path))
+        and not Path(os.path.realpath(path)).is_relative_to(made)
     ]
 
 
@@ -426,7 +438,7 @@ def load_config(values: dict) -> Config:
             values[block] = {str(k): v for k, v in values[block].items()}
     if isinstance(values.get("sweep"), list):
         values["sweep"] = [str(run) for run in values["sweep"]]
-    braces = _wildcards(values)
+    texts = _text_problems(values)
     if isinstance(values.get("runs"), dict):
         values["runs"] = {k: _with_defaults(run, values) for k, run in values["runs"].items()}
     try:
@@ -442,7 +454,7 @@ def load_config(values: dict) -> Config:
         for name, run in config.runs.items()
         if run.data not in config.data
     ]
-    problems += _name_problems(config) + braces
+    problems += _name_problems(config) + texts
     named = {f"conversations.{i}": block for i, block in enumerate(config.conversations)}
     for name, block in {"verifier": config.verifier, "prompts": config.prompts, **named}.items():
         kind = block.source.split(":")[0]

@@ -48,6 +48,8 @@ def read_json(path: str | Path) -> dict:
         ValueError: naming the file, which is not there, is no JSON, or holds no object.
     """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError("it is a folder, a pipe or a device")
         value = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from None

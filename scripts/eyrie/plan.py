@@ -124,7 +124,7 @@ def read_verifier(path: Path) -> VerifierSizes | None:
     Raises:
         ValueError: it cannot be read, or is no text model's.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     config = read_json(file)
     known = config.get("weight_bytes")
     config = config.get("config", config)
@@ -140,7 +140,7 @@ def read_verifier(path: Path) -> VerifierSizes | None:
     if there := weight_bytes(path):
         return VerifierSizes(text, there, "of its files")
     if index.exists():
-        total = json.loads(index.read_text()).get("metadata", {}).get("total_size")
+        total = read_json(index).get("metadata", {}).get("total_size")
         if total:
             return VerifierSizes(text, total, "index")
     if known:
@@ -160,9 +160,9 @@ def known_verifier(config: Config) -> VerifierSizes | None:
     source = config.verifier.source
     if config.plan.verifier:
         path = Path(config.plan.verifier)
-        return read_verifier(path if path.exists() else ROOT / path)
+        return read_verifier(path if os.path.exists(path) else ROOT / path)
     folder = Path(source.removeprefix("path:"))
-    if (folder / "config.json").exists():
+    if os.path.exists(folder / "config.json"):
         return read_verifier(folder)
     for path in sorted((ROOT / "configs/reference").glob("*.json")):
         known = json.loads(path.read_text()).get("source")

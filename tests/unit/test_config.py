@@ -1,4 +1,5 @@
 import copy
+import os
 import re
 from pathlib import Path
 
@@ -63,6 +64,9 @@ def test_the_default_is_valid():
         ("draft.rope_scaling", {"factor": 2.0}, "linear, yarn, llama3, found None"),
         ("draft.rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "yarn needs original_max_pos"),
         ("draft.reference", "none.json", "draft.reference: .*none.json: cannot be read"),
+        ("draft.reference", "a" * 300, "draft.reference: .*aaa: cannot be read"),
+        ("draft.reference", "/dev/zero", "draft.reference: /dev/zero: cannot be read"),
+        ("results", "a\0b", r"results: 'a\\x00b' holds a null byte"),
         ("draft.reference", {"a": 1}, "draft.reference: .* valid string"),
         ("conversations", [{"source": "path:a", "sha": None}], "no such key; did you mean sha256"),
         ("train.lr", float("inf"), "train.lr: .* finite number"),
@@ -96,6 +100,18 @@ def test_files_that_are_named_must_be_there(tmp_path):
         "verifier.chat_template: none.jinja: no such file or folder",
         "runs.1k.bench.drafts.pub: none: no such file or folder",
     ]
+
+
+@pytest.mark.parametrize("key", ["init_from", "drafts", "prompt_files", "chat_template"])
+def test_a_pipe_or_a_name_that_no_file_has_is_not_there(tmp_path, key):
+    pipe, long = str(tmp_path / "pipe"), "a" * 300
+    os.mkfifo(pipe)
+    config = copy.deepcopy(DEFAULT)
+    for path in (pipe, long):
+        block = {"init_from": "train", "chat_template": "verifier"}.get(key, "bench")
+        config[block][key] = {"own": path} if block == "bench" else path
+        (found,) = missing_files(load_config(config))
+        assert key in found and found.endswith(f"{path}: no such file or folder")
 
 
 def test_all_mistakes_are_told_at_once():
