@@ -16,7 +16,13 @@ from snakemake.resources import Resource
 from snakemake.utils import update_config
 
 from eyrie import provenance
-from eyrie.config import ConfigError, load_config, missing_files, with_reference
+from eyrie.config import (
+    ConfigError,
+    load_config,
+    missing_files,
+    read_config_file,
+    with_reference,
+)
 from eyrie.files import sha256_file
 from eyrie.jobs import runs_here
 from eyrie.local import local_content
@@ -32,13 +38,17 @@ from eyrie.totals import Totals
 from eyrie.verifier import draft_size, extraction_ids
 
 try:
+    # Snakemake takes the last of what is given twice. A pod has no such file, and what has sent it
+    # there has looked.
+    for file in [] if workflow.remote_exec else workflow.configfiles:
+        read_config_file(file)
     # A reference that a file or the command line names goes over config.yaml's own shape.
     update_config(config, with_reference(workflow.config_settings.overwrite_config))
     C = load_config(config)
     R = C.results
     if os.path.lexists(R) and not os.path.isdir(R):
         raise ConfigError(f"results: {R} is no folder, and in the way of one; name a folder")
-    # A pod has none of them, and what has sent it there has looked.
+    # A pod has none of these, either.
     if not workflow.remote_exec and (missing := missing_files(C)):
         raise ConfigError("config: " + "\n        ".join(missing))
     REPORT = f"{R}/report_1k.html"
@@ -220,7 +230,8 @@ def extractions(data):
     """The extractions of a data set, each as its rule's name, its shards, its folder and what it
     waits for: one for each node, and one that links what these have put into the store."""
     names, folder = shard_names(data), f"{R}/data/{data}"
-    gate, nodes = f"{folder}/preflights.json", C.extract.nodes
+    # A node without a shard would load the verifier for nothing.
+    gate, nodes = f"{folder}/preflights.json", min(C.extract.nodes, len(names))
     if nodes == 1:
         return [(data, names, folder, [gate])]
     # As even as shards allow, and in one piece each, so that a node reads few files.
@@ -228,7 +239,6 @@ def extractions(data):
     parts = [
         (f"{data}_node{i}", names[ends[i] : ends[i + 1]], f"{folder}/nodes/{data}-{i}", [gate])
         for i in range(nodes)
-        if ends[i] < ends[i + 1]
     ]
     return [*parts, (data, names, folder, [gate, *(f"{of}/hidden.json" for _, _, of, _ in parts)])]
 

@@ -10,8 +10,6 @@ import math
 import sys
 from pathlib import Path
 
-import yaml
-
 from eyrie.config import ConfigError
 from eyrie.files import atomic
 from eyrie.memory import GIB, extraction_memory, row_fault
@@ -223,7 +221,7 @@ def main() -> None:
                 raise ValueError("\n  ".join(plan["faults"]))
             head = f"# Written by scripts/new_config.py for {source}; goes over config.yaml.\n"
             partial.write_text(head + summary(plan) + text)
-    except (ConfigError, ValueError, KeyError, yaml.YAMLError) as error:
+    except (ConfigError, OSError, ValueError, KeyError) as error:
         sys.exit(f"new_config: {error}")
     print(f"new_config: {args.out}")
 

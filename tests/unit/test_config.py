@@ -1,4 +1,5 @@
 import copy
+import datetime
 import os
 import re
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 import yaml
 from snakemake.utils import update_config
 
-from eyrie.config import Config, ConfigError, load_config, missing_files
+from eyrie.config import Config, ConfigError, load_config, missing_files, read_config_file
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = yaml.safe_load((ROOT / "config.yaml").read_text())
@@ -69,6 +70,24 @@ def test_the_default_is_valid():
         ("results", "a\0b", r"results: 'a\\x00b' holds a null byte"),
         ("draft.reference", {"a": 1}, "draft.reference: .* valid string"),
         ("conversations", [{"source": "path:a", "sha": None}], "no such key; did you mean sha256"),
+        ("train.lr", True, "train.lr: .* a number is wanted, and no switch"),
+        ("shard.temperature", False, "shard.temperature: .* no switch"),
+        ("shard.top_p", True, "shard.top_p: .* no switch"),
+        ("extract.kv_cache_gib", True, "extract.kv_cache_gib: .* no switch"),
+        ("extract.gpu_memory_utilization", True, "gpu_memory_utilization: .* no switch"),
+        ("train.held_out", True, "train.held_out: .* no switch"),
+        ("vocab.min_coverage", True, "vocab.min_coverage: .* no switch"),
+        ("plan.gpu_memory_gib", True, "plan.gpu_memory_gib: .* no switch"),
+        ("plan.rates", {"load_gb_per_s": True}, "plan.rates.load_gb_per_s: .* no switch"),
+        ("extract.layer_ids", {"after": [True]}, "extract.layer_ids.0: .* valid integer"),
+        ("draft.rope_theta", 0, "draft.rope_theta: .* greater than 0"),
+        ("draft.rms_norm_eps", 0, "draft.rms_norm_eps: .* greater than 0"),
+        ("draft.sliding_window", 10**30, "draft.sliding_window: .* less than 922337203685477"),
+        ("extract.nodes", 10**30, "extract.nodes: .* less than"),
+        ("data.1k.conversations", 10**30, "data.1k.conversations: .* less than"),
+        ("data.1k.conversations", 10**10, "10,000,000,000 make 100,000,000 shards, and 100,000 "),
+        ("shard.template_options", {"on": datetime.date(2020, 1, 1)}, "shard.template_options.on"),
+        ("draft.rope_scaling", {"factor": datetime.date(2020, 1, 1)}, "draft.rope_scaling.factor"),
         ("train.lr", float("inf"), "train.lr: .* finite number"),
         ("plan.prompt_tokens", float("inf"), "finite number"),
         ("bench.max_new_tokens", 5000, "leaves no room for a prompt in max_model_len"),
@@ -80,6 +99,11 @@ def test_the_default_is_valid():
         ("runs.a/b", {"data": "1k"}, "runs.a/b: the name is part of a file's"),
         ("runs.1k.md", {"data": "1k"}, "runs.1k.md: .md is the ending of files"),
         ("data.", {"conversations": 1}, "data.: the name is part of a file's"),
+        *(
+            (f"{block}.{name}", value, "the name is part of a file's and of a rule's")
+            for name in ("a b", "<b>", "a\nb", "a\n", "-a", "*", "a" * 49, "$(id)")
+            for block, value in (("runs", {"data": "1k"}), ("data", {"conversations": 1}))
+        ),
         ("prompts.name", "set {v2}", "prompts.name: {v2} would be a wildcard to Snakemake"),
         ("runs.{run}", {"data": "1k"}, "runs: {run} would be a wildcard"),
         ("results", "", "results: '' is no folder's name"),
@@ -89,6 +113,43 @@ def test_the_default_is_valid():
 def test_a_mistake_is_named(path, value, message):
     with pytest.raises(ConfigError, match=message):
         load_config(changed(path, value))
+
+
+def test_a_data_set_is_not_called_as_a_nodes_part_of_another():
+    config = changed("data.1k_node0", {"conversations": 1})
+    load_config(config)
+    config["extract"]["nodes"] = 2
+    with pytest.raises(ConfigError, match=r"data.1k_node0: .* a part of data set 1k"):
+        load_config(config)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b"train: {lr: 1}\ntrain: {epochs: 3}", "train is given twice.*\n.*line 2, column 1"),
+        (b"train: {lr: 1, epochs: 3, lr: 2}", "lr is given twice"),
+        (b'data: {"10": {conversations: 1}, 10: {conversations: 2}}', "10 is given twice"),
+        (b"a: [{b: 1, b: 1}]", "b is given twice"),
+        (b"\xff\xfe\x00", "utf-8"),
+        (b"a: &a [*a]", "Circular reference"),
+        (b"a: &a {b: *a}", "Circular reference"),
+        (b"a: [", "line 2"),
+        (b"[results]", "holds no keys but"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path, text, message):
+    (tmp_path / "own.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=f"(?s){tmp_path}/own.yaml: .*{message}"):
+        read_config_file(tmp_path / "own.yaml")
+
+
+def test_keys_that_are_merged_are_given_once(tmp_path):
+    (tmp_path / "own.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\nc: 2020-01-01")
+    date = datetime.date(2020, 1, 1)
+    found = {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}, "c": date}
+    assert read_config_file(tmp_path / "own.yaml") == found
+    (tmp_path / "own.yaml").write_text("")
+    assert read_config_file(tmp_path / "own.yaml") == {}
 
 
 def test_files_that_are_named_must_be_there(tmp_path):

@@ -242,6 +242,10 @@ def test_the_command_prints_a_table_and_writes_the_plan(tmp_path):
         (["--run", "1k", "--config", "hub.yaml"], "hf:a/b@main are not known; name a whole"),
         (["--run", "1k", "--config", "bad.yaml"], "bad.json: cannot be read as JSON"),
         (["--run", "1k", "--config", "list.yaml"], "list.yaml: holds no keys but ['results']"),
+        (["--run", "1k", "--config", "binary.yaml"], "binary.yaml: cannot be read as a config"),
+        (["--run", "1k", "--settings", "[]"], "config: holds no keys but []"),
+        (["--run", "1k", "--settings", "5"], "config: holds no keys but 5"),
+        (["--run", "1k", "--json", "folder"], "Is a directory"),
         (["--run", "1k", "--config", "layers.yaml"], "layer_ids [2, 99]: give ascending ids"),
     ],
 )
@@ -249,6 +253,8 @@ def test_a_mistake_is_one_clear_line(tmp_path, arguments, message):
     Path("list.yaml").write_text("[results]")
     Path("layers.yaml").write_text("extract: {layer_ids: [2, 99]}")
     Path("odd.yaml").write_text("odd: 1")
+    Path("folder").mkdir()
+    Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
     Path("hub.yaml").write_text("verifier: {source: 'hf:a/b@main', sha256: null}")
     Path("bad.json").write_text("{")
     bad = "verifier: {source: 'hf:a/b@main', sha256: null}\nplan: {verifier: bad.json}"
