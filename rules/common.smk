@@ -10,7 +10,6 @@ from pathlib import Path
 SCRIPTS = Path(workflow.basedir) / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 from snakemake.resources import Resource
 from snakemake.utils import update_config
@@ -58,7 +57,8 @@ try:
         for settings in (C, *C.runs.values()):
             draft_size(settings.vocab.draft_vocab_size, VERIFIER.text["vocab_size"])
 except (ConfigError, ValueError) as error:
-    raise WorkflowError(str(error)) from None
+    # Of an exception Snakemake would show where in this file it was raised, too.
+    sys.exit(str(error))
 
 # Rules run `python "$SCRIPTS/stage.py"`: this interpreter, and this checkout wherever it lies. In
 # params these paths would rerun everything once the checkout has moved. Beside each job runs what
@@ -100,7 +100,7 @@ GPUS = max(
 )
 if "gpu" in workflow.global_resources:
     if workflow.global_resources["gpu"].value < GPUS:
-        raise WorkflowError(
+        sys.exit(
             f"a job needs {GPUS} GPUs, and Snakemake may give {workflow.global_resources['gpu'].value}"
             f" (`resources: gpu` of the profile). With that many on this machine, add --resources "
             f"gpu={GPUS}; on a cluster take --workflow-profile, which replaces profiles/default"
@@ -154,7 +154,7 @@ def of_sweep(file):
 
     def files(wildcards):
         if not C.sweep:
-            raise WorkflowError("sweep: no run is named; list the runs to compare")
+            sys.exit("sweep: no run is named; list the runs to compare")
         return expand(file, run=C.sweep)
 
     return files
@@ -185,7 +185,7 @@ def token_shards(data, names=None):
 def data_of(wildcards):
     """The data set of a run; an error that names the runs there are."""
     if wildcards.run not in C.runs:
-        raise WorkflowError(
+        sys.exit(
             f"run {wildcards.run!r} is not defined: the config has {', '.join(C.runs)}. "
             "Ask for one of these, or add it under `runs:`"
         )
@@ -365,7 +365,7 @@ def content(block, identity, verifier=False):
     try:
         return json.dumps(local_content(block.source, Path(identity), verifier))
     except DataError as error:
-        raise WorkflowError(str(error)) from None
+        sys.exit(str(error))
 
 
 def flag(name, value):

@@ -298,7 +298,7 @@ def _explain(error: dict) -> str:
         return f"{name}: there is no such key{hint}"
     if error["type"] == "missing":
         return f"{name}: missing"
-    return f"{name}: {error['msg']}, found {error['input']!r}"
+    return f"{name}: {error['msg'].removeprefix('Value error, ')}, found {error['input']!r}"
 
 
 def with_reference(values: dict) -> dict:

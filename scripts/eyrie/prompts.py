@@ -14,7 +14,7 @@ def read_prompts(path: Path) -> list[dict]:
     user turn. `asked` are the texts of all user turns.
 
     Raises:
-        DataError: a row has no user turn, or is none; the message names it.
+        DataError: a row has no user turn, or is none; the message names it. Or there is no row.
     """
     prompts = []
     for number, (_, row) in enumerate(read_rows(path)):
@@ -38,4 +38,6 @@ def read_prompts(path: Path) -> list[dict]:
                 "asked": [messages[i]["content"] for i in users],
             }
         )
+    if not prompts:
+        raise DataError(f"{path}: holds no prompt; name a file that does")
     return prompts

@@ -42,14 +42,17 @@ def test_a_row_that_is_no_prompt_is_named(tmp_path, row):
         read_prompts(path)
 
 
+def test_a_file_without_a_prompt_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"p.jsonl: holds no prompt"):
+        read_prompts(write(tmp_path / "p.jsonl"))
+
+
 def test_prompts_are_taken_in_turn_from_the_categories(tmp_path):
     rows = [{"prompt": f"{i}", "category": "aaab"[i]} for i in range(4)]
     path = write(tmp_path / "p.jsonl", *rows)
     assert [p["asked"] for p in pick_prompts(path, 3)] == [["0"], ["3"], ["1"]]
     with pytest.raises(BenchError, match="4 prompts, bench"):
         pick_prompts(path, 5)
-    with pytest.raises(BenchError, match="0 prompts"):
-        pick_prompts(write(tmp_path / "none.jsonl"), 1)
 
 
 def arguments(folder, row: dict, **more) -> SimpleNamespace:
