@@ -103,7 +103,7 @@ def fetch_hub(spec: str, folder: Path, data: bool) -> tuple[Path, dict]:
 
 
 def fetch_path(spec: str, sha256: str | None) -> tuple[Path, dict]:
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if sha256 and not path.is_file():
         raise FetchError(
             f"path:{spec}: a sha256 goes with a single file, and this is none; name one, or set "

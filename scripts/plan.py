@@ -162,7 +162,11 @@ def main() -> None:
     parser.add_argument("--settings", help="the whole config as JSON, in place of files")
     parser.add_argument("--run", required=True, help="the run's name")
     parser.add_argument(
-        "--verifier", nargs="*", help="its folder, where it is not in the results' own"
+        "--verifier",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="its folder, where it is not in the results' own",
     )
     parser.add_argument("--json", type=Path, help="file to write the plan to")
     parser.add_argument("--log", type=Path, help="gets a JSON line")
@@ -171,9 +175,7 @@ def main() -> None:
         config = (
             load_config(json.loads(args.settings)) if args.settings else read_config(args.config)
         )
-        if args.verifier:
-            config.plan.verifier = args.verifier[0]
-        plan = make_plan(config, args.run, free_bytes(config))
+        plan = make_plan(config, args.run, free_bytes(config), *args.verifier[:1])
         if args.json:
             write_json(args.json, plan)
         log_line(args.log, **{key: plan[key] for key in ("run", "seconds", "gpu_hours", "faults")})

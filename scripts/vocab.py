@@ -3,7 +3,6 @@ some text could not be written or ended.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -11,11 +10,11 @@ from pathlib import Path
 import torch
 
 from eyrie.chat import load_tokenizer
-from eyrie.files import log_line, write_json
-from eyrie.hidden import split
+from eyrie.files import log_line, read_json, write_json
+from eyrie.hidden import read_hidden_rows, split
 from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes
-from eyrie.shards import Rows, ShardError, read_rows
+from eyrie.shards import Rows, ShardError
 from eyrie.sources import DataError
 from eyrie.verifier import draft_size, load_verifier_config
 from eyrie.vocab import made_of, pinned, require_room, save_map
@@ -47,6 +46,27 @@ def count(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return torch.bincount(ids.long(), minlength=vocab_size)[:vocab_size]
 
 
+def read_shards(paths: list[Path], vocab_size: int) -> list[Rows]:
+    """The rows of hidden shards, of which every token can be counted, and once.
+
+    Raises:
+        ShardError: one is no hidden shard, of another verifier, or there twice.
+    """
+    shards = read_hidden_rows(paths)
+    seen: dict[str, Path] = {}
+    for path, rows in zip(paths, shards, strict=True):
+        low, high = (int(end) for end in rows.input_ids.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ShardError(
+                f"{path}: holds tokens {low:,} to {high:,}, and the verifier has {vocab_size:,}: "
+                "it is of another verifier; extract this one's"
+            )
+        first = seen.setdefault(rows.metadata["fingerprint"], path)
+        if first is not path:
+            raise ShardError(f"{path}: the same shard as {first}; give each once")
+    return shards
+
+
 def supervised(shards: list[Rows], rows: list[tuple[int, int]]) -> torch.Tensor:
     """The tokens of some rows that are trained on, int32 [n]."""
     return torch.cat([shards[s].row(i)[shards[s].mask(i)] for s, i in rows])
@@ -76,7 +96,8 @@ def main() -> None:
         verifier = load_verifier_config(args.verifier, args.trust_remote_code)
         size = draft_size(args.size, verifier.vocab_size)
         tokenizer = load_tokenizer(args.verifier, args.trust_remote_code)
-        shards = [read_rows(path) for path in args.hidden]
+        identity = read_json(args.identity, "files")
+        shards = read_shards(args.hidden, verifier.vocab_size)
         counts, held_out = (
             count(supervised(shards, rows), verifier.vocab_size)
             for rows in split(shards, args.held_out)
@@ -111,7 +132,6 @@ def main() -> None:
         "special_tokens": len(always),
         "coverage_by_size": {str(n): round(float(ranked[n - 1]), 6) for n in sizes},
     }
-    identity = json.loads(args.identity.read_text())
     save_map(args.out, d2t, t2d, made_of(identity, shards, args.held_out, size))
     summary["seconds"] = round(time.time() - started, 2)
     summary["peak_rss_bytes"] = peak_rss_bytes()

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -83,10 +84,9 @@ def files_of(path: Path) -> list[Path]:
 def require_file(path: Path) -> None:
     """Raise DataError where a path is no regular file: a pipe would be waited for, and a device
     read, for ever."""
-    if path.is_symlink() and not path.exists():
-        raise DataError(
-            f"{path}: a link to {path.readlink()}, which is not there; mend or remove it"
-        )
+    if not os.path.exists(path):
+        link = f"a link to {os.readlink(path)}, which is not there" if os.path.islink(path) else ""
+        raise DataError(f"{path}: {link or 'no such file'}; mend or remove it")
     if not path.is_file():
         raise DataError(f"{path}: no file but a folder, a pipe or a device; name a file")
 

@@ -46,6 +46,8 @@ def fetch(monkeypatch, *options: str) -> str | None:
     "options, message",
     [
         (["--source", "path:typo"], "path:typo: there is no such file or folder"),
+        (["--source", "path:~nosuchuser/x"], "path:~nosuchuser/x: there is no such file or folder"),
+        (["--source", f"path:{'a' * 300}"], "File name too long"),
         (["--source", "path:dangling"], "dangling/model.safetensors: a link to gone, which"),
         (["--source", "path:piped"], "piped/model.safetensors: no file but a folder, a pipe"),
         (["--source", "path:bare"], "path:bare: no config.json"),

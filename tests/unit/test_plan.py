@@ -17,7 +17,7 @@ from eyrie.config import load_config
 from eyrie.draft import DraftShape, flat_config
 from eyrie.memory import GIB
 from eyrie.plan import draft_parameters, make_plan, parameters, read_verifier
-from eyrie.rates import measured, passes, record_rate
+from eyrie.rates import measured, passes, read_rates, record_rate
 from eyrie.totals import summed
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +183,47 @@ def test_what_was_measured_goes_before_a_default(tmp_path):
     given.plan.rates.answer_tokens_per_s = 108.0
     given = {row["part"]: row for row in make_plan(given, "1k")["times"]}
     assert given["extract"]["seconds"] == 1_000 and given["extract"]["source"].startswith("given")
+
+
+WHOLE = {"stage": "load", "verifier": "v", "gpus": 0, "device": None, "amount": 1, "seconds": 1}
+WHOLE |= {"of": "r", "at": "2026-01-01"}
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '{"stage": "lo', "", "{}", '{"a": "\xff"}'])
+def test_a_line_that_is_no_measurement_is_named(tmp_path, text):
+    path = tmp_path / "rates.jsonl"
+    path.write_bytes(f"{json.dumps(WHOLE)}\n{text}\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"{path}: line 2 is no measurement .*; delete that line"):
+        read_rates(path)
+    path.write_text(json.dumps(WHOLE))
+    assert read_rates(path) == [WHOLE]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"answers": 0, "tokens": 1}'])
+@pytest.mark.parametrize("name", ["hidden.json", "shards.json"])
+def test_what_an_earlier_stage_left_damaged_is_named(tmp_path, name, text):
+    config = kimi(tmp_path)
+    path = Path(config.results) / "data/1k" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path}: "):
+        make_plan(config, "1k")
+
+
+def test_the_verifier_that_is_asked_for_is_planned(tmp_path):
+    """And not another that the results have."""
+    config = kimi(tmp_path)
+    known = json.loads((ROOT / "configs/reference/smollm2_135m.json").read_text())["config"]
+    folder = Path(config.results) / "verifier"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(known))
+    config.extract.layer_ids = [2, 15, 27]
+    assert make_plan(config, "1k")["states"]["hidden_size"] == 576
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ValueError, match="cannot be read as JSON"):
+            make_plan(config, "1k", verifier=path)
+    other = ROOT / "configs/reference/kimi_k25.json"
+    assert make_plan(config, "1k", verifier=other)["states"]["hidden_size"] == 7168
 
 
 def test_another_device_is_another_rate():

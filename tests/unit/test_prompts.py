@@ -42,9 +42,19 @@ def test_a_row_that_is_no_prompt_is_named(tmp_path, row):
         read_prompts(path)
 
 
-def test_a_file_without_a_prompt_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"p.jsonl: holds no prompt"):
-        read_prompts(write(tmp_path / "p.jsonl"))
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("empty", "holds no prompt"),
+        ("none", "no such file"),
+        ("", "no file"),
+        ("a" * 300, "no such"),
+    ],
+)
+def test_a_file_without_a_prompt_is_named(tmp_path, name, message):
+    write(tmp_path / "empty")
+    with pytest.raises(DataError, match=f"{tmp_path / name}: {message}"):
+        read_prompts(tmp_path / name)
 
 
 def test_prompts_are_taken_in_turn_from_the_categories(tmp_path):
