@@ -45,8 +45,6 @@ try:
     update_config(config, with_reference(workflow.config_settings.overwrite_config))
     C = load_config(config)
     R = C.results
-    if os.path.lexists(R) and not os.path.isdir(R):
-        raise ConfigError(f"results: {R} is no folder, and in the way of one; name a folder")
     # A pod has none of these, either.
     if not workflow.remote_exec and (missing := missing_files(C)):
         raise ConfigError("config: " + "\n        ".join(missing))
@@ -56,7 +54,7 @@ try:
         extraction_ids(C.extract.layer_ids, VERIFIER.text["num_hidden_layers"])
         for settings in (C, *C.runs.values()):
             draft_size(settings.vocab.draft_vocab_size, VERIFIER.text["vocab_size"])
-except (ConfigError, ValueError) as error:
+except (ConfigError, OSError, ValueError) as error:
     # Of an exception Snakemake would show where in this file it was raised, too.
     sys.exit(str(error))
 

@@ -426,9 +426,9 @@ def _text_problems(value, path: str = "") -> list[str]:
 
 
 def missing_files(config: Config) -> list[str]:
-    """Files and folders that the config names and that are not there, with their keys. Snakemake
-    would leave out the job that reads them where its output is there already. What lies in the
-    results a rule may be about to make."""
+    """Files and folders that the config names and that are not there, with their keys; and what is
+    in the place of the results' folder. Snakemake would leave out the job that reads them where its
+    output is there already. What lies in the results a rule may be about to make."""
     named = {"verifier.chat_template": config.verifier.chat_template}
     for name, run in config.runs.items():
         files = {"train.init_from": run.train.init_from}
@@ -439,7 +439,10 @@ def missing_files(config: Config) -> list[str]:
             if path not in named.values():
                 named[f"runs.{name}.{key}"] = path
     made = os.path.realpath(config.results)
-    return [
+    results = Path(config.results)
+    place = next(p for p in (results, *results.parents) if os.path.lexists(p))
+    blocked = [] if os.path.isdir(place) else [f"results: {place} is in the way, and no folder"]
+    return blocked + [
         f"{key}: {path}: no such file or folder"
         for key, path in named.items()
         if path

@@ -70,7 +70,7 @@ def test_the_default_is_valid():
         ("results", "a\0b", r"results: 'a\\x00b' holds a null byte"),
         ("draft.reference", {"a": 1}, "draft.reference: .* valid string"),
         ("conversations", [{"source": "path:a", "sha": None}], "no such key; did you mean sha256"),
-        ("train.lr", True, "train.lr: .* a number is wanted, and no switch"),
+        ("train.lr", True, "train.lr: a number is wanted, and no switch"),
         ("shard.temperature", False, "shard.temperature: .* no switch"),
         ("shard.top_p", True, "shard.top_p: .* no switch"),
         ("extract.kv_cache_gib", True, "extract.kv_cache_gib: .* no switch"),
@@ -173,6 +173,17 @@ def test_a_pipe_or_a_name_that_no_file_has_is_not_there(tmp_path, key):
         config[block][key] = {"own": path} if block == "bench" else path
         (found,) = missing_files(load_config(config))
         assert key in found and found.endswith(f"{path}: no such file or folder")
+
+
+@pytest.mark.parametrize("results", ["file", "loop", "loop/below/it", "pipe"])
+def test_results_that_cannot_be_a_folder_are_told(tmp_path, results):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    config = load_config(changed("results", f"{tmp_path}/{results}"))
+    place = tmp_path / results.split("/")[0]
+    assert missing_files(config) == [f"results: {place} is in the way, and no folder"]
+    assert missing_files(load_config(changed("results", f"{tmp_path}/new/one"))) == []
 
 
 def test_all_mistakes_are_told_at_once():
