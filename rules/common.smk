@@ -160,7 +160,7 @@ def of_sweep(file):
 
 def shard_names(data):
     """The numbers of a data set's shards, known from the config alone."""
-    return [f"{i:05d}" for i in range(-(-C.data[data].conversations // C.shard.shard_size))]
+    return [f"{i:05d}" for i in range(C.shards_of(data))]
 
 
 def asked_for(data):
@@ -228,8 +228,7 @@ def extractions(data):
     """The extractions of a data set, each as its rule's name, its shards, its folder and what it
     waits for: one for each node, and one that links what these have put into the store."""
     names, folder = shard_names(data), f"{R}/data/{data}"
-    # A node without a shard would load the verifier for nothing.
-    gate, nodes = f"{folder}/preflights.json", min(C.extract.nodes, len(names))
+    gate, nodes = f"{folder}/preflights.json", C.nodes_of(data)
     if nodes == 1:
         return [(data, names, folder, [gate])]
     # As even as shards allow, and in one piece each, so that a node reads few files.

@@ -271,6 +271,15 @@ class Config(Block):
     runs: dict[str, Run]
     sweep: list[str]
 
+    def shards_of(self, data: str) -> int:
+        """How many shards a data set is cut into."""
+        return -(-self.data[data].conversations // self.shard.shard_size)
+
+    def nodes_of(self, data: str) -> int:
+        """How many jobs extract a data set: one without a shard would load the verifier for
+        nothing."""
+        return min(self.extract.nodes, self.shards_of(data))
+
 
 class ConfigError(Exception):
     """What is wrong in the config, key by key, and what to write instead."""
@@ -525,8 +534,7 @@ def load_config(values: dict) -> Config:
         if kind == "hf" and block.sha256:
             problems.append(f"{name}.sha256: a Hub source is fixed by its revision; set it to null")
     for name, data in config.data.items():
-        shards = -(-data.conversations // config.shard.shard_size)
-        if shards > MOST_SHARDS:
+        if (shards := config.shards_of(name)) > MOST_SHARDS:
             problems.append(
                 f"data.{name}.conversations: {data.conversations:,} make {shards:,} shards, and "
                 f"{MOST_SHARDS:,} have names; raise shard.shard_size, or ask for fewer"

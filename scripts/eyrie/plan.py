@@ -405,7 +405,7 @@ def times(config: Config, run, sizes: VerifierSizes, tokens: dict, lines: list[d
     steps = train.epochs * math.ceil(trained / (FILLED * train.total_seq_len * batches))
     generated = tokens["generated"]
     # Each node of extraction has an engine of its own; those of training work as one.
-    gpus, nodes = config.extract.gpus, config.extract.nodes
+    gpus, nodes = config.extract.gpus, config.nodes_of(run.data)
     parts = [
         ("load", "load", gpus, nodes, nodes * sizes.weight_bytes, "bytes"),
         ("extract", "answers", gpus, nodes, generated, "tokens")

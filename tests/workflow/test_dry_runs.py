@@ -109,8 +109,7 @@ def test_a_sweep_of_no_run_is_an_error(tmp_path, sweep, message):
 
 
 def test_a_run_that_is_not_defined_is_an_error_without_frames(tmp_path):
-    tiny.make_workflow(tmp_path)
-    output = dry_run(tmp_path, None, "results/report_2k.html")
+    output = plan(tmp_path, "results/report_2k.html")
     assert "run '2k' is not defined: the config has 10, 1k" in output
     assert ".smk" not in output and "Traceback" not in output
 
