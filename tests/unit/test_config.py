@@ -64,6 +64,14 @@ def test_the_default_is_valid():
         ("draft.rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "linear, yarn, llama3"),
         ("draft.rope_scaling", {"factor": 2.0}, "linear, yarn, llama3, found None"),
         ("draft.rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "yarn needs original_max_pos"),
+        *(
+            (
+                "draft.rope_scaling",
+                {"rope_type": "linear", "factor": factor},
+                "factor must be a num",
+            )
+            for factor in (True, 0, "x", None, [])
+        ),
         ("draft.reference", "none.json", "draft.reference: .*none.json: cannot be read"),
         ("draft.reference", "a" * 300, "draft.reference: .*aaa: cannot be read"),
         ("draft.reference", "/dev/zero", "draft.reference: /dev/zero: cannot be read"),
