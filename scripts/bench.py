@@ -370,7 +370,7 @@ def compare(args) -> tuple[dict, list[dict]]:
     """(summary, rows); the state keeps what was measured until they are written."""
     from eyrie import figures
 
-    identity = read_json(args.identity, "source", "files")
+    identity = json.loads(args.identity.read_text())
     methods, left_out = methods_of(args)
     for method in methods:
         manifest = Path(method.get("model", "")) / "manifest.json"

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from eyrie import engine, store
 from eyrie.chat import Chat, Row, load_tokenizer
 from eyrie.conversations import Reject
-from eyrie.files import link_or_copy, log_line, read_json, sha256_file, write_json
+from eyrie.files import link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.memory import extraction_memory, require_memory
 from eyrie.provenance import peak_rss_bytes
@@ -603,7 +603,7 @@ def main() -> None:
         text = text_sizes(args.verifier, args.trust_remote_code)
         args.layer_ids = extraction_ids(args.layer_ids, text["num_hidden_layers"])
         # The folder's own record of how long it took to fetch decides no number.
-        verifier = read_json(args.identity, "source", "files")
+        verifier = json.loads(args.identity.read_text())
         identity = json.dumps([verifier["source"], verifier["files"]])
         args.store.mkdir(parents=True, exist_ok=True)
         stored, missing = [], []

@@ -3,6 +3,7 @@ some text could not be written or ended.
 """
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 
 from eyrie.chat import load_tokenizer
-from eyrie.files import log_line, read_json, write_json
+from eyrie.files import log_line, write_json
 from eyrie.hidden import read_hidden_rows, split
 from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes
@@ -96,7 +97,6 @@ def main() -> None:
         verifier = load_verifier_config(args.verifier, args.trust_remote_code)
         size = draft_size(args.size, verifier.vocab_size)
         tokenizer = load_tokenizer(args.verifier, args.trust_remote_code)
-        identity = read_json(args.identity, "files")
         shards = read_shards(args.hidden, verifier.vocab_size)
         counts, held_out = (
             count(supervised(shards, rows), verifier.vocab_size)
@@ -132,6 +132,7 @@ def main() -> None:
         "special_tokens": len(always),
         "coverage_by_size": {str(n): round(float(ranked[n - 1]), 6) for n in sizes},
     }
+    identity = json.loads(args.identity.read_text())
     save_map(args.out, d2t, t2d, made_of(identity, shards, args.held_out, size))
     summary["seconds"] = round(time.time() - started, 2)
     summary["peak_rss_bytes"] = peak_rss_bytes()
