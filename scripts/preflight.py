@@ -274,7 +274,10 @@ def main() -> None:
     # A run's own job and that of its data set look at the same draft: the second waits and reads.
     lock = os.open(kept / "lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    paths = {run: kept / f"{digest(args, options)}.json" for run, options in args.drafts.items()}
+    try:
+        paths = {run: kept / f"{digest(args, args.drafts[run])}.json" for run in args.drafts}
+    except (OSError, ValueError) as error:
+        sys.exit(f"preflight: {error}")
     found = {run: json.loads(path.read_text()) for run, path in paths.items() if path.exists()}
     parser = draft_parser()
     new = {run: parser.parse_args(args.drafts[run]) for run in paths if run not in found}
