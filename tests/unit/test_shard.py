@@ -413,7 +413,7 @@ def test_options_that_cannot_be(inputs, tmp_path, options, message):
         (["--template-options", "[1]"], "--template-options: [1] is no JSON object"),
         (["--template-options", "{"], "Expecting property name"),
         (["--benchmark", "none"], "none"),
-        (["--benchmark", "/dev/null"], "/dev/null: holds no prompt"),
+        (["--benchmark", "/dev/null"], "/dev/null: no file but"),
         (["--conversations", "none"], "none: no such file"),
         (["--conversations", "/dev/zero"], "/dev/zero: no file"),
     ],
