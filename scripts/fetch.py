@@ -154,12 +154,12 @@ def gguf_to_safetensors(gguf: Path, out: Path) -> None:
                 dtype=torch.bfloat16,
                 quantization_config=GgufConfig(dequantize=True),
             )
-            model.save_pretrained(out)
-            tokenizer.result()
-        except Exception as error:  # what the reader of the format comes upon first
+        except Exception as error:  # whatever the reader of the format comes upon first
             raise FetchError(
                 f"{gguf}: cannot be read as GGUF ({type(error).__name__}: {error}); get it again"
             ) from error
+        model.save_pretrained(out)
+        tokenizer.result()
 
 
 def verifier_identity(folder: Path, identity: dict) -> dict:
