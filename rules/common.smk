@@ -10,13 +10,18 @@ from pathlib import Path
 SCRIPTS = Path(workflow.basedir) / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 from snakemake.resources import Resource
 from snakemake.utils import update_config
 
 from eyrie import provenance
-from eyrie.config import ConfigError, load_config, missing_files, with_reference
+from eyrie.config import (
+    ConfigError,
+    load_config,
+    missing_files,
+    read_config_file,
+    with_reference,
+)
 from eyrie.files import sha256_file
 from eyrie.jobs import runs_here
 from eyrie.local import local_content
@@ -28,17 +33,20 @@ from eyrie.plan import (
     states_at_most,
     training_bytes,
 )
+from eyrie.sources import DataError
 from eyrie.totals import Totals
 from eyrie.verifier import draft_size, extraction_ids
 
 try:
+    # Snakemake takes the last of what is given twice. A pod has no such file, and what has sent it
+    # there has looked.
+    for file in [] if workflow.remote_exec else workflow.configfiles:
+        read_config_file(file)
     # A reference that a file or the command line names goes over config.yaml's own shape.
     update_config(config, with_reference(workflow.config_settings.overwrite_config))
     C = load_config(config)
     R = C.results
-    if Path(R).is_file():
-        raise ConfigError(f"results: {R} is a file; name a folder")
-    # A pod has none of them, and what has sent it there has looked.
+    # A pod has none of these, either.
     if not workflow.remote_exec and (missing := missing_files(C)):
         raise ConfigError("config: " + "\n        ".join(missing))
     REPORT = f"{R}/report_1k.html"
@@ -47,8 +55,9 @@ try:
         extraction_ids(C.extract.layer_ids, VERIFIER.text["num_hidden_layers"])
         for settings in (C, *C.runs.values()):
             draft_size(settings.vocab.draft_vocab_size, VERIFIER.text["vocab_size"])
-except (ConfigError, ValueError) as error:
-    raise WorkflowError(str(error)) from None
+except (ConfigError, OSError, ValueError) as error:
+    # Of an exception Snakemake would show where in this file it was raised, too.
+    sys.exit(str(error))
 
 # Rules run `python "$SCRIPTS/stage.py"`: this interpreter, and this checkout wherever it lies. In
 # params these paths would rerun everything once the checkout has moved. Beside each job runs what
@@ -90,7 +99,7 @@ GPUS = max(
 )
 if "gpu" in workflow.global_resources:
     if workflow.global_resources["gpu"].value < GPUS:
-        raise WorkflowError(
+        sys.exit(
             f"a job needs {GPUS} GPUs, and Snakemake may give {workflow.global_resources['gpu'].value}"
             f" (`resources: gpu` of the profile). With that many on this machine, add --resources "
             f"gpu={GPUS}; on a cluster take --workflow-profile, which replaces profiles/default"
@@ -144,7 +153,7 @@ def of_sweep(file):
 
     def files(wildcards):
         if not C.sweep:
-            raise WorkflowError("sweep: no run is named; list the runs to compare")
+            sys.exit("sweep: no run is named; list the runs to compare")
         return expand(file, run=C.sweep)
 
     return files
@@ -152,7 +161,7 @@ def of_sweep(file):
 
 def shard_names(data):
     """The numbers of a data set's shards, known from the config alone."""
-    return [f"{i:05d}" for i in range(-(-C.data[data].conversations // C.shard.shard_size))]
+    return [f"{i:05d}" for i in range(C.shards_of(data))]
 
 
 def asked_for(data):
@@ -175,7 +184,7 @@ def token_shards(data, names=None):
 def data_of(wildcards):
     """The data set of a run; an error that names the runs there are."""
     if wildcards.run not in C.runs:
-        raise WorkflowError(
+        sys.exit(
             f"run {wildcards.run!r} is not defined: the config has {', '.join(C.runs)}. "
             "Ask for one of these, or add it under `runs:`"
         )
@@ -220,7 +229,7 @@ def extractions(data):
     """The extractions of a data set, each as its rule's name, its shards, its folder and what it
     waits for: one for each node, and one that links what these have put into the store."""
     names, folder = shard_names(data), f"{R}/data/{data}"
-    gate, nodes = f"{folder}/preflights.json", C.extract.nodes
+    gate, nodes = f"{folder}/preflights.json", C.nodes_of(data)
     if nodes == 1:
         return [(data, names, folder, [gate])]
     # As even as shards allow, and in one piece each, so that a node reads few files.
@@ -228,7 +237,6 @@ def extractions(data):
     parts = [
         (f"{data}_node{i}", names[ends[i] : ends[i + 1]], f"{folder}/nodes/{data}-{i}", [gate])
         for i in range(nodes)
-        if ends[i] < ends[i + 1]
     ]
     return [*parts, (data, names, folder, [gate, *(f"{of}/hidden.json" for _, _, of, _ in parts)])]
 
@@ -352,7 +360,10 @@ def source_options(block):
 
 def content(block, identity, verifier=False):
     """A parameter that changes with what a local source holds, and not with its files' times."""
-    return json.dumps(local_content(block.source, Path(identity), verifier))
+    try:
+        return json.dumps(local_content(block.source, Path(identity), verifier))
+    except DataError as error:
+        sys.exit(str(error))
 
 
 def flag(name, value):

@@ -28,8 +28,9 @@ from pathlib import Path
 
 from eyrie.files import fsync_path, log_line, sha256_file, write_json
 from eyrie.local import local_files
+from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes
-from eyrie.sources import ENDINGS, DataError, expand
+from eyrie.sources import ENDINGS, DataError, NoFiles, expand, require_file
 
 
 class FetchError(Exception):
@@ -102,7 +103,12 @@ def fetch_hub(spec: str, folder: Path, data: bool) -> tuple[Path, dict]:
 
 
 def fetch_path(spec: str, sha256: str | None) -> tuple[Path, dict]:
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
+    if sha256 and not path.is_file():
+        raise FetchError(
+            f"path:{spec}: a sha256 goes with a single file, and this is none; name one, or set "
+            "it to null"
+        )
     if not path.exists():
         raise FetchError(f"path:{spec}: there is no such file or folder")
     identity = {"source": f"path:{path.name}"}
@@ -141,12 +147,17 @@ def gguf_to_safetensors(gguf: Path, out: Path) -> None:
     gc.disable()
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as beside:
         tokenizer = beside.submit(save_gguf_tokenizer, gguf, out)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
-        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent,
+                gguf_file=gguf.name,
+                dtype=torch.bfloat16,
+                quantization_config=GgufConfig(dequantize=True),
+            )
+        except Exception as error:  # whatever the reader of the format comes upon first
+            raise FetchError(
+                f"{gguf}: cannot be read as GGUF ({type(error).__name__}: {error}); get it again"
+            ) from error
         model.save_pretrained(out)
         tokenizer.result()
 
@@ -177,8 +188,11 @@ def fetch_verifier(args, out: Path, work: Path) -> dict:
     else:
         out.mkdir()
         for entry in path.iterdir():
+            if not entry.is_dir():
+                require_file(entry)
             link(entry, out / entry.name)
     if args.chat_template:
+        require_file(args.chat_template)
         template = out / "chat_template.jinja"
         template.unlink(missing_ok=True)
         shutil.copyfile(args.chat_template, template)
@@ -214,7 +228,7 @@ def fetch_conversations(args, out: Path, work: Path) -> dict:
         else:
             _, identity = fetch(args.source, args.sha256, work, data=True)
             paths = expand(work)
-    except DataError as error:
+    except NoFiles as error:
         raise FetchError(f"{args.source}: {error}") from error
     root = paths[0].parent if len(paths) == 1 else Path(os.path.commonpath(paths))
     files = {}
@@ -228,14 +242,25 @@ def fetch_conversations(args, out: Path, work: Path) -> dict:
 
 
 def fetch_prompts(args, out: Path, work: Path) -> dict:
-    """Make `out` the one file of prompts."""
+    """Make `out` the one file of prompts, each of which can be asked."""
     path, identity = fetch(args.source, args.sha256, work, data=True)
+    if not path.is_dir():
+        require_file(path)
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
     if len(files) != 1:
         raise FetchError(f"{args.source}: {len(files)} files, one file of prompts is wanted")
+    read_prompts(files[0])
     identity |= {"name": files[0].name, "sha256_file": sha256_file(files[0])}
     place(files[0], out, args.source)
     return identity
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
 
 
 MAKE = {
@@ -257,28 +282,35 @@ def main() -> None:
     args = parser.parse_args()
 
     started = time.time()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     partial = args.out.with_name(args.out.name + ".partial")
     work = args.out.with_name(args.out.name + ".work")
-    for path in (args.out, partial):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(True)
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
     try:
+        # What is there is replaced once the new is whole, and only if a fetch has put it there.
+        if os.path.lexists(args.out) and not args.identity.exists():
+            raise FetchError(
+                f"{args.out} is there, and there is no {args.identity} of a fetch that made it: "
+                "name another --out, or move it away"
+            )
+        remove(partial)
+        remove(work)
+        work.mkdir(parents=True)
         identity = MAKE[args.kind](args, partial, work)
-    except FetchError as error:
+        paths = partial.rglob("*") if partial.is_dir() else [partial]
+        identity |= {
+            "local": local_files(args.source, args.kind == "verifier", {}),
+            "bytes": sum(p.stat().st_size for p in paths if p.is_file()),
+            "seconds": round(time.time() - started, 2),
+            "peak_rss_bytes": peak_rss_bytes(),
+        }
+        write_json(args.identity, identity)
+        remove(args.out)
+        partial.rename(args.out)
+        fsync_path(args.out.parent)
+    except (FetchError, DataError, OSError) as error:
         sys.exit(f"fetch: {error}")
-    partial.rename(args.out)
-    fsync_path(args.out.parent)
-    shutil.rmtree(work, ignore_errors=True)
-    paths = args.out.rglob("*") if args.out.is_dir() else [args.out]
-    identity |= {
-        "local": local_files(args.source, args.kind == "verifier", {}),
-        "bytes": sum(p.stat().st_size for p in paths if p.is_file()),
-        "seconds": round(time.time() - started, 2),
-        "peak_rss_bytes": peak_rss_bytes(),
-    }
-    write_json(args.identity, identity)
+    finally:
+        remove(partial)
+        remove(work)
     log_line(args.log, source=args.source, bytes=identity["bytes"], seconds=identity["seconds"])
     print(f"fetch: {args.source}, {identity['bytes']:,} bytes")
 

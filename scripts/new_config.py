@@ -10,10 +10,8 @@ import math
 import sys
 from pathlib import Path
 
-import yaml
-
 from eyrie.config import ConfigError
-from eyrie.files import atomic
+from eyrie.files import atomic, read_json
 from eyrie.memory import GIB, extraction_memory, row_fault
 from eyrie.plan import VerifierSizes, make_plan, read_verifier
 from eyrie.rates import gpus_here
@@ -203,7 +201,7 @@ def main() -> None:
         if source is None and args.verifier.is_dir():
             source = f"path:{args.verifier}"
         elif source is None:
-            named = json.loads(args.verifier.read_text()).get("source")
+            named = read_json(args.verifier).get("source")
             if not named:
                 raise ValueError(f"give --source: {args.verifier} does not name the verifier's")
             source = f"{named}@main"
@@ -223,7 +221,7 @@ def main() -> None:
                 raise ValueError("\n  ".join(plan["faults"]))
             head = f"# Written by scripts/new_config.py for {source}; goes over config.yaml.\n"
             partial.write_text(head + summary(plan) + text)
-    except (ConfigError, ValueError, KeyError, yaml.YAMLError) as error:
+    except (ConfigError, OSError, ValueError, KeyError) as error:
         sys.exit(f"new_config: {error}")
     print(f"new_config: {args.out}")
 

@@ -11,9 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import yaml
-
-from eyrie.config import ROOT, ConfigError, load_config, with_reference
+from eyrie.config import ROOT, ConfigError, load_config, read_config_file, with_reference
 from eyrie.files import log_line, write_json
 from eyrie.memory import GIB
 from eyrie.plan import make_plan
@@ -33,12 +31,9 @@ def read_config(files: list[Path]):
         }
         return below | above | nested
 
-    values = yaml.safe_load((ROOT / "config.yaml").read_text())
+    values = read_config_file(ROOT / "config.yaml")
     for file in files:
-        keys = yaml.safe_load(file.read_text()) or {}
-        if not isinstance(keys, dict):
-            raise ConfigError(f"{file}: holds no keys but {str(keys)[:60]}")
-        values = over(values, with_reference(keys))
+        values = over(values, with_reference(read_config_file(file)))
     return load_config(values)
 
 
@@ -167,7 +162,11 @@ def main() -> None:
     parser.add_argument("--settings", help="the whole config as JSON, in place of files")
     parser.add_argument("--run", required=True, help="the run's name")
     parser.add_argument(
-        "--verifier", nargs="*", help="its folder, where it is not in the results' own"
+        "--verifier",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="its folder, where it is not in the results' own",
     )
     parser.add_argument("--json", type=Path, help="file to write the plan to")
     parser.add_argument("--log", type=Path, help="gets a JSON line")
@@ -176,14 +175,12 @@ def main() -> None:
         config = (
             load_config(json.loads(args.settings)) if args.settings else read_config(args.config)
         )
-        if args.verifier:
-            config.plan.verifier = args.verifier[0]
-        plan = make_plan(config, args.run, free_bytes(config))
-    except (ConfigError, ValueError, OSError, yaml.YAMLError) as error:
+        plan = make_plan(config, args.run, free_bytes(config), *args.verifier[:1])
+        if args.json:
+            write_json(args.json, plan)
+        log_line(args.log, **{key: plan[key] for key in ("run", "seconds", "gpu_hours", "faults")})
+    except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"plan: {error}")
-    if args.json:
-        write_json(args.json, plan)
-    log_line(args.log, **{key: plan[key] for key in ("run", "seconds", "gpu_hours", "faults")})
     print(table(plan))
     if plan["faults"]:
         sys.exit("plan: this cannot work\n" + "\n".join(f"  {fault}" for fault in plan["faults"]))

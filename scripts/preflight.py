@@ -19,7 +19,7 @@ from pathlib import Path
 from eyrie import engine
 from eyrie.checkpoint import WEIGHTS
 from eyrie.checks import check_head, check_light, check_values, passed, result, tell
-from eyrie.files import log_line, sha256_file, write_json
+from eyrie.files import log_line, read_json, sha256_file, write_json
 from eyrie.loads import check_loads, import_vllm
 from eyrie.provenance import code_hash, peak_rss_bytes
 from eyrie.shape import add_shape_arguments, shape_of
@@ -232,7 +232,7 @@ def digest(args, options: list[str]) -> str:
     """All that decides what is found of a draft, but for disk and memory."""
     parts = [
         options,
-        json.loads(args.identity.read_text())["files"],
+        read_json(args.identity, "files")["files"],
         sha256_file(args.shards[0]),
         [args.layer_ids, args.answers, args.max_length, args.max_model_len],
         code_hash(Path(__file__)),
@@ -274,7 +274,10 @@ def main() -> None:
     # A run's own job and that of its data set look at the same draft: the second waits and reads.
     lock = os.open(kept / "lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    paths = {run: kept / f"{digest(args, options)}.json" for run, options in args.drafts.items()}
+    try:
+        paths = {run: kept / f"{digest(args, args.drafts[run])}.json" for run in args.drafts}
+    except (OSError, ValueError) as error:
+        sys.exit(f"preflight: {error}")
     found = {run: json.loads(path.read_text()) for run, path in paths.items() if path.exists()}
     parser = draft_parser()
     new = {run: parser.parse_args(args.drafts[run]) for run in paths if run not in found}

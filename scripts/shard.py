@@ -248,17 +248,25 @@ def percentiles(values: list[int]) -> dict[str, int]:
     }
 
 
-def numbered_rows(args) -> Iterator[tuple]:
-    """Every row of every source: (fault, source, file, row number, byte offset, raw row).
+def sources_of(args) -> list[tuple[str, Path]]:
+    """(name, file) of every file of every source.
 
-    Rows are read ahead, so a file's fault has its place among them: what follows the file's last
-    whole row, a BrokenFile. It is None of a row."""
+    Raises:
+        DataError: a source has none.
+    """
     names = args.source_name or [str(path) for path in args.conversations]
-    sources = [
+    return [
         (name, path)
         for name, source in zip(names, args.conversations, strict=True)
         for path in expand(source)
     ]
+
+
+def numbered_rows(sources: list[tuple[str, Path]]) -> Iterator[tuple]:
+    """Every row of `sources_of`: (fault, source, file, row number, byte offset, raw row).
+
+    Rows are read ahead, so a file's fault has its place among them: what follows the file's last
+    whole row, a BrokenFile. It is None of a row."""
     for name, path in sources:
         try:
             for number, (offset, raw) in enumerate(read_rows(path)):
@@ -267,16 +275,29 @@ def numbered_rows(args) -> Iterator[tuple]:
             yield broken, name, str(path), broken.rows, broken.offset, None
 
 
-def make_shards(args) -> dict:
+def sharder_of(args) -> Sharder:
+    """What the tokenizer's folder, the template's options and the benchmark's prompts decide.
+
+    Raises:
+        DataError, ValueError: one of them cannot be read.
+    """
+    options = json.loads(args.template_options)
+    if not isinstance(options, dict):
+        raise ValueError(f"--template-options: {args.template_options} is no JSON object")
+    tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code)
+    chat = Chat(tokenizer, args.date, args.system_turns, options)
+    prompts = [prompt for path in args.benchmark or () for prompt in read_prompts(path)]
+    benchmark = {normal(text) for prompt in prompts for text in prompt["asked"]}
+    return Sharder(chat, benchmark, args)
+
+
+def make_shards(args, sharder: Sharder, sources: list[tuple[str, Path]]) -> dict:
     """Write the shards and rejects.jsonl; return the account.
 
     Raises:
         DataError: a broken file, too few rows, a reason that rejects too many.
     """
-    tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code)
-    chat = Chat(tokenizer, args.date, args.system_turns, json.loads(args.template_options))
-    prompts = [prompt for path in args.benchmark or () for prompt in read_prompts(path)]
-    benchmark = {normal(text) for prompt in prompts for text in prompt["asked"]}
+    chat = sharder.chat
     metadata = {"answers": args.answers, "tokenizer": chat.identity(), "chat": chat.settings()}
     account = Account()
     seen: set[bytes] = set()
@@ -299,7 +320,7 @@ def make_shards(args) -> dict:
             part.clear()
 
     progress = tqdm(total=args.limit, unit=" rows", desc="shard", mininterval=5)
-    found = outcomes(numbered_rows(args), Sharder(chat, benchmark, args), args.processes)
+    found = outcomes(numbered_rows(sources), sharder, args.processes)
     with (
         closing(found) as results,
         atomic(args.out / "rejects.jsonl") as partial,
@@ -431,9 +452,11 @@ def main() -> None:
                 f"{len(args.source_name)} --source-name for {len(args.conversations)} "
                 "--conversations; give one for each, or none"
             )
+        # Good shards stay where an argument is wrong.
+        sources, sharder = sources_of(args), sharder_of(args)
         remove_shards(args.out)
         try:
-            account = make_shards(args)
+            account = make_shards(args, sharder, sources)
         except BaseException:
             remove_shards(args.out)
             raise

@@ -11,11 +11,11 @@ import torch
 
 from eyrie.chat import load_tokenizer
 from eyrie.files import log_line, write_json
-from eyrie.hidden import split
+from eyrie.hidden import read_hidden_rows, split
 from eyrie.identity import read_identity
 from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes
-from eyrie.shards import Rows, ShardError, read_rows
+from eyrie.shards import Rows, ShardError
 from eyrie.sources import DataError
 from eyrie.verifier import draft_size, load_verifier_config
 from eyrie.vocab import made_of, pinned, require_room, save_map
@@ -45,6 +45,27 @@ def choose(
 def count(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Token ids [n] -> how often each of the verifier's occurs, int64 [vocab_size]."""
     return torch.bincount(ids.long(), minlength=vocab_size)[:vocab_size]
+
+
+def read_shards(paths: list[Path], vocab_size: int) -> list[Rows]:
+    """The rows of hidden shards, of which every token can be counted, and once.
+
+    Raises:
+        ShardError: one is no hidden shard, of another verifier, or there twice.
+    """
+    shards = read_hidden_rows(paths)
+    seen: dict[str, Path] = {}
+    for path, rows in zip(paths, shards, strict=True):
+        low, high = (int(end) for end in rows.input_ids.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ShardError(
+                f"{path}: holds tokens {low:,} to {high:,}, and the verifier has {vocab_size:,}: "
+                "it is of another verifier; extract this one's"
+            )
+        first = seen.setdefault(rows.metadata["fingerprint"], path)
+        if first is not path:
+            raise ShardError(f"{path}: the same shard as {first}; give each once")
+    return shards
 
 
 def supervised(shards: list[Rows], rows: list[tuple[int, int]]) -> torch.Tensor:
@@ -77,7 +98,7 @@ def main() -> None:
         verifier = load_verifier_config(args.verifier, args.trust_remote_code)
         size = draft_size(args.size, verifier.vocab_size)
         tokenizer = load_tokenizer(args.verifier, args.trust_remote_code)
-        shards = [read_rows(path) for path in args.hidden]
+        shards = read_shards(args.hidden, verifier.vocab_size)
         counts, held_out = (
             count(supervised(shards, rows), verifier.vocab_size)
             for rows in split(shards, args.held_out)

@@ -17,7 +17,7 @@ def pick_prompts(path: Path, count: int) -> list[dict]:
     by_category: dict[str, list[dict]] = {}
     for prompt in read_prompts(path):
         by_category.setdefault(prompt["category"], []).append(prompt)
-    rounds = max(map(len, by_category.values()), default=0)
+    rounds = max(map(len, by_category.values()))
     turns = [rows[i] for i in range(rounds) for rows in by_category.values() if i < len(rows)]
     if len(turns) < count:
         raise BenchError(f"{path}: {len(turns)} prompts, bench.prompts asks for {count}")

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from eyrie.conversations import Reject
+from eyrie.files import read_json
 from eyrie.verifier import end_tokens
 
 # This and what follows stand for control tokens in a message's text while it is rendered.
@@ -56,12 +57,25 @@ class Row:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool):
-    """The verifier's tokenizer. Raises ValueError if it has no chat template."""
+    """The verifier's tokenizer.
+
+    Raises:
+        ValueError: there is none in the folder, or it has no chat template.
+    """
+    # transformers would take the name for one of the Hub.
+    if not os.path.isdir(folder):
+        raise ValueError(f"{folder}: no such folder; name the verifier's")
     # Texts come one at a time: handing each to another thread takes longer than it saves.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of every kind, and few name the file
+        raise ValueError(
+            f"{folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error}). Look at "
+            "tokenizer.json and tokenizer_config.json there, or fetch the verifier again"
+        ) from error
     if not tokenizer.chat_template:
         raise ValueError(
             f"{folder}: the tokenizer has no chat template, so conversations cannot be rendered. "
@@ -75,7 +89,7 @@ def stop_tokens(tokenizer) -> set[int]:
     of generation_config.json or, where there is none, of config.json."""
     folder = Path(tokenizer.name_or_path)
     files = [folder / name for name in ("generation_config.json", "config.json")]
-    config = next((json.loads(path.read_text()) for path in files if path.is_file()), {})
+    config = next((read_json(path) for path in files if path.is_file()), {})
     ends = end_tokens(config, config.get("text_config") or {})
     return {tokenizer.eos_token_id, *ends} - {None}
 

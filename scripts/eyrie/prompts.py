@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from eyrie.conversations import Reject, name_of, read_conversation
-from eyrie.sources import DataError, read_rows
+from eyrie.sources import DataError, read_rows, require_file
 
 
 def read_prompts(path: Path) -> list[dict]:
@@ -14,8 +14,10 @@ def read_prompts(path: Path) -> list[dict]:
     user turn. `asked` are the texts of all user turns.
 
     Raises:
-        DataError: a row has no user turn, or is none; the message names it.
+        DataError: a row has no user turn, or is none; the message names it. Or there is no row,
+            or no file.
     """
+    require_file(path)
     prompts = []
     for number, (_, row) in enumerate(read_rows(path)):
         try:
@@ -38,4 +40,6 @@ def read_prompts(path: Path) -> list[dict]:
                 "asked": [messages[i]["content"] for i in users],
             }
         )
+    if not prompts:
+        raise DataError(f"{path}: holds no prompt; name a file that does")
     return prompts

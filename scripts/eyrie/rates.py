@@ -20,6 +20,8 @@ from pathlib import Path
 
 from eyrie.files import log_line
 
+KEYS = ("stage", "verifier", "gpus", "device", "amount", "seconds", "of", "at")
+
 
 def gpus_here() -> list[tuple[str, int]]:
     """Name and bytes of memory of each GPU that nvidia-smi lists; none where there is no such
@@ -92,5 +94,20 @@ def measured(
 
 
 def read_rates(path: Path) -> list[dict]:
-    """All lines, oldest first; none where nothing has run."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """All lines, oldest first; none where nothing has run.
+
+    Raises:
+        ValueError: naming a line that is none, such as one half written.
+    """
+    if not path.exists():
+        return []
+    found = []
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            line = json.loads(text)
+            found.append({key: line[key] for key in KEYS})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: line {number} is no measurement ({error}); delete that line"
+            ) from None
+    return found

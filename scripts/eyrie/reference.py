@@ -33,7 +33,13 @@ def rope_problems(scaling) -> list[str]:
     if not isinstance(scaling, dict) or kind not in list(ROPE_TYPES):
         return [f"its rope_type must be one of {', '.join(ROPE_TYPES)}, found {kind!r}"]
     missing = ROPE_TYPES[kind] - scaling.keys()
-    return [f"{kind} needs {', '.join(sorted(missing))}, too"] if missing else []
+    if missing:
+        return [f"{kind} needs {', '.join(sorted(missing))}, too"]
+    return [
+        f"{key} must be a number above 0, found {scaling[key]!r}"
+        for key in sorted(ROPE_TYPES[kind])
+        if type(scaling[key]) not in (int, float) or not scaling[key] > 0
+    ]
 
 
 def layer_fields(config: dict) -> dict:

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -33,6 +34,10 @@ class DataError(Exception):
     """Input that stops the job; the message names the file and the way out."""
 
 
+class NoFiles(DataError):
+    """Nothing is there."""
+
+
 class BrokenFile(DataError):
     """A file that cannot be read to its end."""
 
@@ -52,22 +57,38 @@ def expand(pattern: str | Path) -> list[Path]:
     file systems, ._NAME, is left out.
 
     Raises:
-        DataError: there are none.
+        NoFiles: there are none. DataError: one is no file, or the name can be none's.
     """
-    path = Path(pattern).expanduser()
-    root = Path(path.anchor)
-    matches = [path] if path.exists() else root.glob(str(path.relative_to(root)))
-    found = {file for match in matches for file in files_of(match)}
+    try:
+        path = Path(pattern).expanduser()
+        root = Path(path.anchor)
+        matches = [path] if path.exists() else root.glob(str(path.relative_to(root)))
+        found = {file for match in matches for file in files_of(match)}
+    # RuntimeError: ~ of no user. ValueError: ** within a name. OSError: a name too long.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DataError(f"{pattern}: no name of a file, nor a pattern of any ({error})") from None
     found = sorted(file for file in found if not file.name.startswith("._"))
     if not found:
-        raise DataError(f"{pattern}: no such file, and no folder or pattern that holds any")
+        raise NoFiles(f"{pattern}: no such file, and no folder or pattern that holds any")
+    for file in found:
+        require_file(file)
     return found
 
 
 def files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    return [p for p in path.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file()]
+    return [p for p in path.rglob("*") if p.suffix.lower() in ENDINGS and not p.is_dir()]
+
+
+def require_file(path: Path) -> None:
+    """Raise DataError where a path is no regular file: a pipe would be waited for, and a device
+    read, for ever."""
+    if not os.path.exists(path):
+        link = f"a link to {os.readlink(path)}, which is not there" if os.path.islink(path) else ""
+        raise DataError(f"{path}: {link or 'no such file'}; mend or remove it")
+    if not path.is_file():
+        raise DataError(f"{path}: no file but a folder, a pipe or a device; name a file")
 
 
 def unpacked(path: Path) -> Iterator[bytes]:

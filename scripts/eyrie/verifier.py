@@ -1,13 +1,13 @@
 """What the pipeline needs to know of a verifier, from its config and weights' headers alone."""
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
 
 from eyrie.checkpoint import read_header
+from eyrie.files import read_json
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
@@ -86,7 +86,8 @@ def draft_size(asked: int | str, vocab_size: int) -> int:
 def read_text_config(folder: Path) -> dict:
     """The text model's config as it is in config.json, without the import of transformers, which
     takes seconds. Keys that are not written there are missing."""
-    return text_config(json.loads((folder / "config.json").read_text()))
+    path = folder / "config.json"
+    return text_config(read_json(path), path)
 
 
 def text_sizes(folder: Path, trust_remote_code: bool = False) -> dict:
@@ -97,13 +98,17 @@ def text_sizes(folder: Path, trust_remote_code: bool = False) -> dict:
     return text if sizes <= text.keys() else load_verifier_config(folder, trust_remote_code).text
 
 
-def text_config(config: dict) -> dict:
-    """Descend into a multimodal config (Kimi-K2.5, Qwen-VL) until the text model is found."""
+def text_config(config: dict, name: str | Path = "config") -> dict:
+    """Descend into a multimodal config (Kimi-K2.5, Qwen-VL) until the text model is found.
+
+    Raises:
+        ValueError: there is none; told by the `name` of the config's file.
+    """
     while "hidden_size" not in config:
         inner = next((config[k] for k in NESTED if isinstance(config.get(k), dict)), None)
         if inner is None:
             raise ValueError(
-                f"no hidden_size in the config, nor in {', '.join(NESTED)}; its keys are "
+                f"{name}: no hidden_size in the config, nor in {', '.join(NESTED)}; its keys are "
                 f"{sorted(config)}"
             )
         config = inner
@@ -166,12 +171,19 @@ def load_verifier_config(folder: Path, trust_remote_code: bool = False) -> Verif
     """
     from transformers import AutoConfig
 
-    loaded = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    text = text_config(loaded.to_dict())
+    path = folder / "config.json"
+    read_json(path)
+    try:
+        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of every kind, and few name the file
+        raise ValueError(
+            f"{path}: transformers cannot read it ({type(error).__name__}: {error})"
+        ) from error
+    text = text_config(loaded.to_dict(), path)
     refuse_unsupported(text)
     # Chat models name their end-of-turn token there, beside or instead of the config's.
     path = folder / "generation_config.json"
-    generation = json.loads(path.read_text()) if path.exists() else {}
+    generation = read_json(path) if path.exists() else {}
     return VerifierConfig(
         hidden_size=text["hidden_size"],
         num_hidden_layers=text["num_hidden_layers"],
@@ -194,7 +206,7 @@ def find_tensor(folder: Path, suffix: str) -> tuple[Path, str] | None:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = json.loads(index.read_text())["weight_map"]
+        names = read_json(index, "weight_map")["weight_map"]
     else:
         names = {}
         for path in sorted(folder.glob("*.safetensors")):

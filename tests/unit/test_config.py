@@ -1,4 +1,6 @@
 import copy
+import datetime
+import os
 import re
 from pathlib import Path
 
@@ -6,7 +8,7 @@ import pytest
 import yaml
 from snakemake.utils import update_config
 
-from eyrie.config import Config, ConfigError, load_config, missing_files
+from eyrie.config import Config, ConfigError, load_config, missing_files, read_config_file
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = yaml.safe_load((ROOT / "config.yaml").read_text())
@@ -62,9 +64,38 @@ def test_the_default_is_valid():
         ("draft.rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "linear, yarn, llama3"),
         ("draft.rope_scaling", {"factor": 2.0}, "linear, yarn, llama3, found None"),
         ("draft.rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "yarn needs original_max_pos"),
+        *(
+            (
+                "draft.rope_scaling",
+                {"rope_type": "linear", "factor": factor},
+                "factor must be a num",
+            )
+            for factor in (True, 0, "x", None, [])
+        ),
         ("draft.reference", "none.json", "draft.reference: .*none.json: cannot be read"),
+        ("draft.reference", "a" * 300, "draft.reference: .*aaa: cannot be read"),
+        ("draft.reference", "/dev/zero", "draft.reference: /dev/zero: cannot be read"),
+        ("results", "a\0b", r"results: 'a\\x00b' holds a null byte"),
         ("draft.reference", {"a": 1}, "draft.reference: .* valid string"),
         ("conversations", [{"source": "path:a", "sha": None}], "no such key; did you mean sha256"),
+        ("train.lr", True, "train.lr: a number is wanted, and no switch"),
+        ("shard.temperature", False, "shard.temperature: .* no switch"),
+        ("shard.top_p", True, "shard.top_p: .* no switch"),
+        ("extract.kv_cache_gib", True, "extract.kv_cache_gib: .* no switch"),
+        ("extract.gpu_memory_utilization", True, "gpu_memory_utilization: .* no switch"),
+        ("train.held_out", True, "train.held_out: .* no switch"),
+        ("vocab.min_coverage", True, "vocab.min_coverage: .* no switch"),
+        ("plan.gpu_memory_gib", True, "plan.gpu_memory_gib: .* no switch"),
+        ("plan.rates", {"load_gb_per_s": True}, "plan.rates.load_gb_per_s: .* no switch"),
+        ("extract.layer_ids", {"after": [True]}, "extract.layer_ids.0: .* valid integer"),
+        ("draft.rope_theta", 0, "draft.rope_theta: .* greater than 0"),
+        ("draft.rms_norm_eps", 0, "draft.rms_norm_eps: .* greater than 0"),
+        ("draft.sliding_window", 10**30, "draft.sliding_window: .* less than 922337203685477"),
+        ("extract.nodes", 10**30, "extract.nodes: .* less than"),
+        ("data.1k.conversations", 10**30, "data.1k.conversations: .* less than"),
+        ("data.1k.conversations", 10**10, "10,000,000,000 make 100,000,000 shards, and 100,000 "),
+        ("shard.template_options", {"on": datetime.date(2020, 1, 1)}, "shard.template_options.on"),
+        ("draft.rope_scaling", {"factor": datetime.date(2020, 1, 1)}, "draft.rope_scaling.factor"),
         ("train.lr", float("inf"), "train.lr: .* finite number"),
         ("plan.prompt_tokens", float("inf"), "finite number"),
         ("bench.max_new_tokens", 5000, "leaves no room for a prompt in max_model_len"),
@@ -77,6 +108,11 @@ def test_the_default_is_valid():
         ("runs.1k.md", {"data": "1k"}, "runs.1k.md: .md is the ending of files"),
         ("runs.1k.partial", {"data": "1k"}, "runs.1k.partial: .partial is the ending of files"),
         ("data.", {"conversations": 1}, "data.: the name is part of a file's"),
+        *(
+            (f"{block}.{name}", value, "the name is part of a file's and of a rule's")
+            for name in ("a b", "<b>", "a\nb", "a\n", "-a", "*", "a" * 49, "$(id)")
+            for block, value in (("runs", {"data": "1k"}), ("data", {"conversations": 1}))
+        ),
         ("prompts.name", "set {v2}", "prompts.name: {v2} would be a wildcard to Snakemake"),
         ("runs.{run}", {"data": "1k"}, "runs: {run} would be a wildcard"),
         ("results", "", "results: '' is no folder's name"),
@@ -88,6 +124,43 @@ def test_a_mistake_is_named(path, value, message):
         load_config(changed(path, value))
 
 
+def test_a_data_set_is_not_called_as_a_nodes_part_of_another():
+    config = changed("data.1k_node0", {"conversations": 1})
+    load_config(config)
+    config["extract"]["nodes"] = 2
+    with pytest.raises(ConfigError, match=r"data.1k_node0: .* a part of data set 1k"):
+        load_config(config)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b"train: {lr: 1}\ntrain: {epochs: 3}", "train is given twice.*\n.*line 2, column 1"),
+        (b"train: {lr: 1, epochs: 3, lr: 2}", "lr is given twice"),
+        (b'data: {"10": {conversations: 1}, 10: {conversations: 2}}', "10 is given twice"),
+        (b"a: [{b: 1, b: 1}]", "b is given twice"),
+        (b"\xff\xfe\x00", "utf-8"),
+        (b"a: &a [*a]", "Circular reference"),
+        (b"a: &a {b: *a}", "Circular reference"),
+        (b"a: [", "line 2"),
+        (b"[results]", "holds no keys but"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path, text, message):
+    (tmp_path / "own.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=f"(?s){tmp_path}/own.yaml: .*{message}"):
+        read_config_file(tmp_path / "own.yaml")
+
+
+def test_keys_that_are_merged_are_given_once(tmp_path):
+    (tmp_path / "own.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\nc: 2020-01-01")
+    date = datetime.date(2020, 1, 1)
+    found = {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}, "c": date}
+    assert read_config_file(tmp_path / "own.yaml") == found
+    (tmp_path / "own.yaml").write_text("")
+    assert read_config_file(tmp_path / "own.yaml") == {}
+
+
 def test_files_that_are_named_must_be_there(tmp_path):
     config = copy.deepcopy(DEFAULT) | {"results": str(tmp_path)}
     config["verifier"]["chat_template"] = "none.jinja"
@@ -97,6 +170,29 @@ def test_files_that_are_named_must_be_there(tmp_path):
         "verifier.chat_template: none.jinja: no such file or folder",
         "runs.1k.bench.drafts.pub: none: no such file or folder",
     ]
+
+
+@pytest.mark.parametrize("key", ["init_from", "drafts", "prompt_files", "chat_template"])
+def test_a_pipe_or_a_name_that_no_file_has_is_not_there(tmp_path, key):
+    pipe, long = str(tmp_path / "pipe"), "a" * 300
+    os.mkfifo(pipe)
+    config = copy.deepcopy(DEFAULT)
+    for path in (pipe, long):
+        block = {"init_from": "train", "chat_template": "verifier"}.get(key, "bench")
+        config[block][key] = {"own": path} if block == "bench" else path
+        (found,) = missing_files(load_config(config))
+        assert key in found and found.endswith(f"{path}: no such file or folder")
+
+
+@pytest.mark.parametrize("results", ["file", "loop", "loop/below/it", "pipe"])
+def test_results_that_cannot_be_a_folder_are_told(tmp_path, results):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    config = load_config(changed("results", f"{tmp_path}/{results}"))
+    place = tmp_path / results.split("/")[0]
+    assert missing_files(config) == [f"results: {place} is in the way, and no folder"]
+    assert missing_files(load_config(changed("results", f"{tmp_path}/new/one"))) == []
 
 
 def test_all_mistakes_are_told_at_once():

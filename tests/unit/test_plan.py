@@ -17,7 +17,7 @@ from eyrie.config import load_config
 from eyrie.draft import DraftShape, flat_config
 from eyrie.memory import GIB
 from eyrie.plan import draft_parameters, make_plan, parameters, read_verifier
-from eyrie.rates import measured, passes, record_rate
+from eyrie.rates import measured, passes, read_rates, record_rate
 from eyrie.totals import summed
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +185,47 @@ def test_what_was_measured_goes_before_a_default(tmp_path):
     assert given["extract"]["seconds"] == 1_000 and given["extract"]["source"].startswith("given")
 
 
+WHOLE = {"stage": "load", "verifier": "v", "gpus": 0, "device": None, "amount": 1, "seconds": 1}
+WHOLE |= {"of": "r", "at": "2026-01-01"}
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '{"stage": "lo', "", "{}", '{"a": "\xff"}'])
+def test_a_line_that_is_no_measurement_is_named(tmp_path, text):
+    path = tmp_path / "rates.jsonl"
+    path.write_bytes(f"{json.dumps(WHOLE)}\n{text}\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"{path}: line 2 is no measurement .*; delete that line"):
+        read_rates(path)
+    path.write_text(json.dumps(WHOLE))
+    assert read_rates(path) == [WHOLE]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"answers": 0, "tokens": 1}'])
+@pytest.mark.parametrize("name", ["hidden.json", "shards.json"])
+def test_what_an_earlier_stage_left_damaged_is_named(tmp_path, name, text):
+    config = kimi(tmp_path)
+    path = Path(config.results) / "data/1k" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path}: "):
+        make_plan(config, "1k")
+
+
+def test_the_verifier_that_is_asked_for_is_planned(tmp_path):
+    """And not another that the results have."""
+    config = kimi(tmp_path)
+    known = json.loads((ROOT / "configs/reference/smollm2_135m.json").read_text())["config"]
+    folder = Path(config.results) / "verifier"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(known))
+    config.extract.layer_ids = [2, 15, 27]
+    assert make_plan(config, "1k")["states"]["hidden_size"] == 576
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ValueError, match="cannot be read as JSON"):
+            make_plan(config, "1k", verifier=path)
+    other = ROOT / "configs/reference/kimi_k25.json"
+    assert make_plan(config, "1k", verifier=other)["states"]["hidden_size"] == 7168
+
+
 def test_another_device_is_another_rate():
     line = {"stage": "train", "verifier": "v", "gpus": 1, "device": "NVIDIA H200", "amount": 10}
     line |= {"seconds": 5, "of": "run 1k", "at": "2026-01-01"}
@@ -242,6 +283,10 @@ def test_the_command_prints_a_table_and_writes_the_plan(tmp_path):
         (["--run", "1k", "--config", "hub.yaml"], "hf:a/b@main are not known; name a whole"),
         (["--run", "1k", "--config", "bad.yaml"], "bad.json: cannot be read as JSON"),
         (["--run", "1k", "--config", "list.yaml"], "list.yaml: holds no keys but ['results']"),
+        (["--run", "1k", "--config", "binary.yaml"], "binary.yaml: cannot be read as a config"),
+        (["--run", "1k", "--settings", "[]"], "config: holds no keys but []"),
+        (["--run", "1k", "--settings", "5"], "config: holds no keys but 5"),
+        (["--run", "1k", "--json", "folder"], "Is a directory"),
         (["--run", "1k", "--config", "layers.yaml"], "layer_ids [2, 99]: give ascending ids"),
     ],
 )
@@ -249,6 +294,8 @@ def test_a_mistake_is_one_clear_line(tmp_path, arguments, message):
     Path("list.yaml").write_text("[results]")
     Path("layers.yaml").write_text("extract: {layer_ids: [2, 99]}")
     Path("odd.yaml").write_text("odd: 1")
+    Path("folder").mkdir()
+    Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
     Path("hub.yaml").write_text("verifier: {source: 'hf:a/b@main', sha256: null}")
     Path("bad.json").write_text("{")
     bad = "verifier: {source: 'hf:a/b@main', sha256: null}\nplan: {verifier: bad.json}"

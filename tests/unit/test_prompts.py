@@ -42,14 +42,27 @@ def test_a_row_that_is_no_prompt_is_named(tmp_path, row):
         read_prompts(path)
 
 
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("empty", "holds no prompt"),
+        ("none", "no such file"),
+        ("", "no file"),
+        ("a" * 300, "no such"),
+    ],
+)
+def test_a_file_without_a_prompt_is_named(tmp_path, name, message):
+    write(tmp_path / "empty")
+    with pytest.raises(DataError, match=f"{tmp_path / name}: {message}"):
+        read_prompts(tmp_path / name)
+
+
 def test_prompts_are_taken_in_turn_from_the_categories(tmp_path):
     rows = [{"prompt": f"{i}", "category": "aaab"[i]} for i in range(4)]
     path = write(tmp_path / "p.jsonl", *rows)
     assert [p["asked"] for p in pick_prompts(path, 3)] == [["0"], ["3"], ["1"]]
     with pytest.raises(BenchError, match="4 prompts, bench"):
         pick_prompts(path, 5)
-    with pytest.raises(BenchError, match="0 prompts"):
-        pick_prompts(write(tmp_path / "none.jsonl"), 1)
 
 
 def arguments(folder, row: dict, **more) -> SimpleNamespace:

@@ -404,6 +404,34 @@ def test_options_that_cannot_be(inputs, tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--tokenizer", "none"], "none: no such folder"),
+        (["--tokenizer", "broken"], "broken: its tokenizer cannot be loaded (KeyError"),
+        (["--tokenizer", "empty"], "empty: its tokenizer cannot be loaded ("),
+        (["--template-options", "[1]"], "--template-options: [1] is no JSON object"),
+        (["--template-options", "{"], "Expecting property name"),
+        (["--benchmark", "none"], "none"),
+        (["--benchmark", "/dev/null"], "/dev/null: no file but"),
+        (["--conversations", "none"], "none: no such file"),
+        (["--conversations", "/dev/zero"], "/dev/zero: no file"),
+    ],
+)
+def test_an_argument_that_is_wrong_costs_no_shard(inputs, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(inputs / "verifier", "broken")
+    Path("broken/tokenizer.json").write_text("{}")
+    Path("empty").mkdir()
+    good = [Path("out/shards/00000.safetensors"), Path("out/shards.json")]
+    for path in good:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("good")
+    done = shard(inputs, Path("out"), inputs / "conversations.jsonl", 10, *options)
+    assert done.returncode == 1 and message in done.stderr, done.stderr
+    assert [path.read_text() for path in good] == ["good", "good"]
+
+
 def test_a_process_that_is_killed_ends_the_job_with_an_error(inputs, tmp_path):
     """As by the kernel, where memory runs out."""
     write(tmp_path / "r.jsonl", *(talk(f"the owl {i}", tiny.sentence(i)) for i in range(9000)))

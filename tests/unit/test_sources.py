@@ -1,6 +1,7 @@
 import gzip
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import zstandard
 
 from eyrie.conversations import Reject
+from eyrie.local import local_content
 from eyrie.sources import CHUNK, BrokenFile, DataError, expand, read_rows
 
 ROWS = [{"id": i, "turns": [{"from": "human", "value": "ö🦉" * i}]} for i in range(5)]
@@ -186,6 +188,50 @@ def test_folders_and_patterns(tmp_path):
     for missing in ("none", "*.csv"):
         with pytest.raises(DataError, match="no such file"):
             expand(tmp_path / missing)
+
+
+def make_odd(folder, name):
+    if name == "pipe.jsonl":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("gone")
+
+
+@pytest.mark.parametrize("verifier", [False, True])
+@pytest.mark.parametrize(
+    "name, pattern, message",
+    [
+        ("pipe.jsonl", "pipe.jsonl", "pipe.jsonl: no file but a folder, a pipe or a device"),
+        ("pipe.jsonl", "", "pipe.jsonl: no file but a folder, a pipe or a device"),
+        ("link.jsonl", "*.jsonl", "link.jsonl: a link to gone, which is not there"),
+        ("link.jsonl", "", "link.jsonl: a link to gone, which is not there"),
+        ("link.jsonl", "**x/a", "no name of a file"),
+        ("link.jsonl", "x" * 300, "no name of a file"),
+        ("link.jsonl", "~nosuchuser/x", "no name of a file"),
+    ],
+)
+def test_what_is_no_file_is_named_and_not_read(tmp_path, name, pattern, message, verifier):
+    """A pipe would be waited for, for ever, when a run is planned."""
+    make_odd(tmp_path, name)
+    pattern = pattern if pattern.startswith("~") else f"{tmp_path}/{pattern}"
+    with pytest.raises(DataError, match=message):
+        expand(pattern)
+    if pattern != f"{tmp_path}/":
+        with pytest.raises(DataError, match=message):
+            local_content(f"path:{pattern}", tmp_path / "none.json", verifier)
+    with pytest.raises(DataError, match="/dev/zero: no file"):
+        local_content("path:/dev/zero", tmp_path / "none.json", verifier)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"local": []}', '{"local": {"a": 1}}', '{"local": {"a": {}}}', b"\xff"],
+)
+def test_a_damaged_identity_is_named_with_the_way_out(tmp_path, text):
+    file = tmp_path / "verifier.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=f"{file}: .*; delete it, and it is fetched again"):
+        local_content("path:none", file)
 
 
 READ = """

@@ -7,7 +7,13 @@ import transformers
 from tiny_kimi import make_tiny_kimi
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from eyrie.verifier import ONE_PLUS_W, load_tensor, load_verifier_config, text_config
+from eyrie.verifier import (
+    ONE_PLUS_W,
+    load_tensor,
+    load_verifier_config,
+    read_text_config,
+    text_config,
+)
 
 
 def load(folder: Path, model_type: str, **config):
@@ -91,6 +97,16 @@ def test_scaled_logits_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"type granite: it scales .* \(logits_scaling\)"):
         load(tmp_path, "granite", logits_scaling=8.0)
     assert load(tmp_path, "granite", logits_scaling=1.0).hidden_size
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model_type": "llama", "hidden_size": "x"}'])
+def test_a_config_that_is_none_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: "):
+        load_verifier_config(tmp_path)
+    if "x" not in text:
+        with pytest.raises(ValueError, match=f"{tmp_path}/config.json: "):
+            read_text_config(tmp_path)
 
 
 def test_the_text_model_is_found_wherever_it_lies():

@@ -12,10 +12,10 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from eyrie.chat import is_held_out
-from eyrie.shards import Rows, write_tokens
+from eyrie.shards import Rows, ShardError, write_tokens
 from eyrie.verifier import draft_size
 from eyrie.vocab import load_map, made_of, map_fault, save_map
-from vocab import choose, pinned
+from vocab import choose, pinned, read_shards
 
 ROOT = Path(__file__).parents[2]
 
@@ -214,3 +214,20 @@ def test_sizes_that_cannot_be(inputs, tmp_path, options, message):
     done = run(inputs, tmp_path, *options)
     assert done.returncode == 1 and message.split(" .* ")[0] in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "map.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "tokens, metadata, message",
+    [
+        (10**6, {"fingerprint": "0"}, "0.safetensors: holds tokens 1 to 1,000,000, and the verifi"),
+        (-1, {"fingerprint": "0"}, "0.safetensors: holds tokens -1 to 1, and the verifier"),
+        (1, {}, "0.safetensors: a token shard, which has no states"),
+        (1, {"fingerprint": "1"}, "1.safetensors: the same shard as .*0.safetensors"),
+    ],
+)
+def test_shards_of_something_else_are_named(tmp_path, tokens, metadata, message):
+    paths = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
+    for path, last, made in ((paths[0], tokens, metadata), (paths[1], 1, {"fingerprint": "1"})):
+        write_tokens(path, Rows.pack([[1, last]], [[False, True]], [bytes(16)], made))
+    with pytest.raises(ShardError, match=message):
+        read_shards(paths, 512)

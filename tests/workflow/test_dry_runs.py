@@ -104,7 +104,14 @@ def test_a_sweep_of_one_data_set_extracts_once(tmp_path):
     ],
 )
 def test_a_sweep_of_no_run_is_an_error(tmp_path, sweep, message):
-    assert message in plan(tmp_path, "--config", f"sweep={sweep}")
+    output = plan(tmp_path, "--config", f"sweep={sweep}")
+    assert message in output and ".smk" not in output and "Traceback" not in output
+
+
+def test_a_run_that_is_not_defined_is_an_error_without_frames(tmp_path):
+    output = plan(tmp_path, "results/report_2k.html")
+    assert "run '2k' is not defined: the config has 10, 1k" in output
+    assert ".smk" not in output and "Traceback" not in output
 
 
 def readme_dry_runs() -> list[str]:
