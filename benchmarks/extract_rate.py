@@ -1,9 +1,10 @@
 """What hidden states cost beside what the engine does anyway, and beside transformers.
 
     python benchmarks/extract_rate.py --verifier results/verifier \
-        --shards results/data/1k/shards/00000.safetensors [--rows 64]
+        --shards results/data/1k/shards/00000.safetensors [--rows 64] [--rounds 3]
 
-One line a figure, each a ratio of two runs of the same rows, one after the other:
+One line a figure, each a ratio of medians over some rounds, in which the runs of the same rows take
+turns, since a machine's speed drifts:
 prefill-only extraction against the engine's plain prefill, and against a loop of transformers with
 output_hidden_states that saves each row; answers with their states against plain answers, and
 against answers first and states after; bytes on disk against tokens x layers x hidden x 2.
@@ -11,6 +12,7 @@ against answers first and states after; bytes on disk against tokens x layers x 
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -82,11 +84,40 @@ def shared(args) -> list:
     return [p for name, value in options for p in (f"--{name.replace('_', '-')}", value)]
 
 
+def one_round(args, folder: Path, ids: list[list[int]]) -> tuple[dict[str, float], dict]:
+    """Seconds of each way to read or answer the rows once, and the summary of their states."""
+
+    def written(name: str, ids: list[list[int]], supervised: bool) -> Path:
+        masks = [[supervised] * len(row) for row in ids]
+        row_ids = [i.to_bytes(16, "little") for i in range(len(ids))]
+        write_tokens(folder / name, Rows.pack(ids, masks, row_ids, {"chat": {}}))
+        return folder / name
+
+    prompts = written("prompts", ids, False)
+    answered = in_process(args, "answers", prompts)
+    one_pass = extraction(args, folder, prompts, "verifier")
+    # The same tokens, answers included, as rows to prefill.
+    whole = [row + answer for row, answer in zip(ids, answered["answers"], strict=True)]
+    full = written("full", whole, True)
+    prefill = in_process(args, "prefill", full)
+    states = extraction(args, folder, full, "dataset")
+    loop = in_process(args, "transformers", full)
+    seconds = {
+        "plain prefill": prefill["seconds"],
+        "prefill with states": states["engine_seconds"],
+        "transformers loop": loop["seconds"],
+        "plain answers": answered["seconds"],
+        "answers with states": one_pass["engine_seconds"],
+    }
+    return seconds, states
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--verifier", type=Path, required=True)
     parser.add_argument("--shards", type=Path, required=True, help="a token shard of prompts")
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layer-ids", type=int, nargs="+", default=[2, 15, 27])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--only", choices=["prefill", "answers", "transformers"])
@@ -104,41 +135,24 @@ def main() -> None:
         plain(args, ids, 1 if args.only == "prefill" else args.max_new_tokens)
         return
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-
-        def written(name: str, ids: list[list[int]], supervised: bool) -> Path:
-            masks = [[supervised] * len(row) for row in ids]
-            row_ids = [i.to_bytes(16, "little") for i in range(len(ids))]
-            write_tokens(folder / name, Rows.pack(ids, masks, row_ids, {"chat": {}}))
-            return folder / name
-
-        prompts = written("prompts", ids, False)
-        answered = in_process(args, "answers", prompts)
-        one_pass = extraction(args, folder, prompts, "verifier")
-        # The same tokens, answers included, as rows to prefill.
-        whole = [row + answer for row, answer in zip(ids, answered["answers"], strict=True)]
-        full = written("full", whole, True)
-        prefill = in_process(args, "prefill", full)
-        states = extraction(args, folder, full, "dataset")
-        loop = in_process(args, "transformers", full)
-
-    tokens = sum(map(len, whole))
-    for name, seconds in {
-        "plain prefill": prefill["seconds"],
-        "prefill with states": states["engine_seconds"],
-        "transformers loop": loop["seconds"],
-        "plain answers": answered["seconds"],
-        "answers with states": one_pass["engine_seconds"],
-    }.items():
-        print(f"{name:<22}{seconds:8.1f} s {tokens / seconds:8.0f} tokens/s")
-    two_passes = answered["seconds"] + states["engine_seconds"]
-    size = states["tokens"] * len(states["layer_ids"]) * states["hidden_size"] * 2
+    taken: dict[str, list[float]] = {}
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory() as name:
+            seconds, states = one_round(args, Path(name), ids)
+        for what, value in seconds.items():
+            taken.setdefault(what, []).append(value)
+    median = {what: statistics.median(values) for what, values in taken.items()}
+    tokens = states["tokens"]
+    for what, values in taken.items():
+        each = ", ".join(f"{value:.1f}" for value in values)
+        print(f"{what:<22}{tokens / median[what]:8.0f} tokens/s, in {each} s")
+    prefill, states_too, loop, answers, one_pass = median.values()
+    size = tokens * len(states["layer_ids"]) * states["hidden_size"] * 2
     for name, ratio in {
-        "states / plain prefill": prefill["seconds"] / states["engine_seconds"],
-        "states / transformers": loop["seconds"] / states["engine_seconds"],
-        "one pass / plain answers": answered["seconds"] / one_pass["engine_seconds"],
-        "one pass / two passes": two_passes / one_pass["engine_seconds"],
+        "states / plain prefill": prefill / states_too,
+        "states / transformers": loop / states_too,
+        "one pass / plain answers": answers / one_pass,
+        "one pass / two passes": (answers + states_too) / one_pass,
         "bytes / the states' own": states["bytes"] / size,
     }.items():
         print(f"{name:<26}{ratio:6.3f}")
