@@ -19,7 +19,8 @@ from pathlib import Path
 from eyrie import engine
 from eyrie.checkpoint import WEIGHTS
 from eyrie.checks import check_head, check_light, check_values, passed, result, tell
-from eyrie.files import log_line, read_json, sha256_file, write_json
+from eyrie.files import log_line, sha256_file, write_json
+from eyrie.identity import read_identity
 from eyrie.loads import check_loads, import_vllm
 from eyrie.provenance import code_hash, peak_rss_bytes
 from eyrie.shape import add_shape_arguments, shape_of
@@ -232,7 +233,7 @@ def digest(args, options: list[str]) -> str:
     """All that decides what is found of a draft, but for disk and memory."""
     parts = [
         options,
-        read_json(args.identity, "files")["files"],
+        read_identity(args.identity)["files"],
         sha256_file(args.shards[0]),
         [args.layer_ids, args.answers, args.max_length, args.max_model_len],
         code_hash(Path(__file__)),
