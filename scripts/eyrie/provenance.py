@@ -5,7 +5,7 @@ import ast
 import functools
 import hashlib
 import platform
-import resource
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,8 +24,12 @@ def versions() -> dict[str, str]:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has held so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most memory that this program has held so far.
+
+    VmHWM of proc(5): getrusage's ru_maxrss begins at what the process that started this one held.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)[1]) * 1024
 
 
 @functools.cache

@@ -1,4 +1,6 @@
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from eyrie.provenance import code_hash, read_module
@@ -32,3 +34,12 @@ def test_an_edit_reaches_the_stages_that_use_it(tmp_path):
     assert "extract" in edited(tmp_path, "eyrie/scheduler.py", "pass", "return None")
     users = edited(tmp_path, "eyrie/engine.py", "<< 28", "<< 20")
     assert {"extract", "bench"} <= users and "vocab" not in users
+
+
+def test_peak_memory_is_this_program_s_and_not_its_starter_s():
+    measure = "from eyrie.provenance import peak_rss_bytes; print(peak_rss_bytes())"
+    program = "import sys, subprocess; held = bytearray(b'x') * (400 << 20); "
+    program += f"subprocess.run([sys.executable, '-c', {measure!r}], check=True)"
+    command = [sys.executable, "-c", program]
+    found = subprocess.check_output(command, cwd=SCRIPTS, text=True)
+    assert 5e6 < int(found) < 100e6
