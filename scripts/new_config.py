@@ -139,7 +139,8 @@ def new_config(
   max_num_batched_tokens: {bound["max_num_batched_tokens"]}
   runtime: 120  # minutes; see `make plan`"""
         train = "  gpus: 1  # a draft is small\n  dtype: bfloat16\n  runtime: 240\n"
-        bench = f"  gpus: {gpus}\n  runtime: 240  # a load for each method and draft tokens\n"
+        bench = f"  gpus: {gpus}\n  repeats: 1  # each would load the engines anew\n"
+        bench += "  runtime: 240  # a load for each method and draft tokens\n"
         known = f"  gpu_memory_gib: {memory:g}\n"
     else:
         engine = "  gpus: 0  # the CPU"

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from eyrie import engine
+from eyrie.figures import acceptance
 from eyrie.files import write_json
 from eyrie.gpus import hold_gpus
 from eyrie.misfit import misfit
@@ -34,9 +35,11 @@ PATIENCE = 600
 # Acceptance lengths closer than this are the same: outputs that part by rounding move a few drafts.
 SAME = 0.01
 
-# What of a row of the benchmark is asked again, and by what it is found.
+# By what a row of the benchmark is found, and what of it is asked again and compared.
 SETTING = {"set": str, "method": str, "draft_tokens": int, "concurrency": int}
-ROW = {**SETTING, "repeat": int, "prompt_ids": [int], "tokens": [int]}
+FOUND = {**SETTING, "repeat": int}
+ASKED = {"prompt_ids": [int], "tokens": [int], "beyond": bool}
+COUNTS = ("drafts", "proposed", "accepted")
 
 
 class ServeError(Exception):
@@ -84,6 +87,10 @@ def read_rows(path: Path, draft: dict) -> list[dict]:
     Raises:
         OSError, ValueError: naming the file, and the line that is no such row.
     """
+    counts = [*COUNTS]
+    for place in range(1, draft["draft_tokens"] + 1):
+        counts += [f"proposed_{place}", f"accepted_{place}"]
+    asked = ASKED | dict.fromkeys(counts, int)
     rows = []
     with open(path) as file:
         for number, line in enumerate(file, 1):
@@ -91,9 +98,11 @@ def read_rows(path: Path, draft: dict) -> list[dict]:
                 row = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{path}: line {number}: {error}: {again(path)}") from None
-            if fault := misfit(row, ROW):
+            fault = misfit(row, FOUND)
+            ours = not fault and row["repeat"] == 0 and all(row[k] == draft[k] for k in SETTING)
+            if fault := fault or (ours and misfit(row, asked)):
                 raise ValueError(f"{path}: line {number}: {fault}: {again(path)}")
-            if row["repeat"] == 0 and all(row[k] == draft[k] for k in SETTING):
+            if ours:
                 rows.append(row)
     if len(rows) < draft["prompts"]:
         raise ValueError(
@@ -246,7 +255,7 @@ def main() -> None:
         args.summary,
         {
             **found,
-            "in_process": {name: draft[name] for name in found if name in draft},
+            "in_process": acceptance(rows, draft["draft_tokens"]),
             "versions": versions(),
             "seconds": round(time.time() - started, 2),
         },

@@ -45,11 +45,14 @@ def plan(args, sets: dict[str, list], methods: list[dict]) -> list[dict]:
 
     In each group the methods take turns with every number of draft tokens, another one first each
     time, so that what is compared was measured in the same minute; the baseline drafts nothing and
-    serves once. Without --interleave one comes after the other.
+    serves once. Without --interleave one comes after the other. Held-out conversations, served for
+    what is accepted, are not repeated: at temperature 0 that is the same each time.
     """
     items = []
     for repeat in range(args.repeats):
         for number, one in enumerate(passes(args, sets)):
+            if repeat and one["set"] == HELD_OUT:
+                continue
             prompts = sets[one["set"]][: one["prompts"]]
             asked = [
                 [(place, turn) for place, p in enumerate(prompts) if turn < 1 + len(p["later"])]
@@ -75,7 +78,7 @@ def plan(args, sets: dict[str, list], methods: list[dict]) -> list[dict]:
                         for method in serving
                         if not place or method["kind"] != "baseline"
                     ]
-                    first = group % len(turns)
+                    first = (group + repeat) % len(turns)
                     for method, count in turns[first:] + turns[:first]:
                         items.append(
                             {"set": one["set"], "concurrency": one["concurrency"]}

@@ -231,6 +231,18 @@ def test_the_plan_measures_each_setting_beside_the_main_one():
     assert pairs[HELD_OUT, 3, 8] == dict.fromkeys(every, 5)
 
 
+def test_all_is_repeated_in_another_order_but_what_is_held_out():
+    once, twice = settings_of(planned()), settings_of(planned(repeats=2))
+    for key, counts in once.items():
+        again = 1 if key[0] == HELD_OUT else 2
+        assert twice[key] == {method: again * count for method, count in counts.items()}
+    firsts = [
+        next(i for i in planned(repeats=2) if (i["repeat"], i["group"]) == (repeat, 0))
+        for repeat in (0, 1)
+    ]
+    assert [i["method"]["name"] for i in firsts] == ["baseline", "ngram"]
+
+
 def test_methods_take_turns_and_none_is_always_first():
     items = [i for i in planned(draft_tokens=[3], concurrency=[1]) if i["set"] == "s"]
     order = [i["method"]["name"] for i in items]

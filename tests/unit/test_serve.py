@@ -164,8 +164,14 @@ def test_rows_that_are_not_the_benchmarks(tmp_path, lines, message):
 
 
 def test_rows_of_the_draft_are_asked_again(tmp_path):
-    path, ids = tmp_path / "bench_1k.jsonl", {"prompt_ids": [1], "tokens": [2]}
-    rows = [DRAFT | ids | {"repeat": repeat} for repeat in (0, 1)]
+    path, row = tmp_path / "bench_1k.jsonl", {"prompt_ids": [1], "tokens": [2], "beyond": False}
+    for name in ("drafts", "proposed", "accepted"):
+        row |= {name: 1} | {f"{name}_{k}": 1 for k in range(1, DRAFT["draft_tokens"] + 1)}
+    rows = [DRAFT | row | {"repeat": repeat} for repeat in (0, 1)]
     rows += [row | {"method": "baseline"} for row in rows]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert serve.read_rows(path, DRAFT | {"prompts": 1}) == rows[:1]
+    del rows[0]["accepted_1"]
+    path.write_text(json.dumps(rows[0]))
+    with pytest.raises(ValueError, match="line 1: accepted_1 is missing"):
+        serve.read_rows(path, DRAFT | {"prompts": 1})

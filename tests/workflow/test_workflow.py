@@ -77,8 +77,8 @@ def test_drafting_changes_no_output(job):
     assert [m["method"] for m in bench["methods"]] == ["baseline", "ngram", "eagle3"]
     assert bench["left_out"] == {"suffix": "arctic-inference is not installed"}
     for method in bench["methods"]:
-        # Four prompts of two turns.
-        assert method["identical"] == method["prompts"] == 8
+        # Four prompts of two turns, each asked twice.
+        assert method["identical"] == 2 * method["prompts"] == 16
     settings = {(c["draft_tokens"], c["concurrency"]) for c in bench["cells"]}
     # The last is the held-out conversations'.
     assert settings == {(0, 1), (3, 1), (1, 1), (0, 4), (3, 4), (3, 8)}
@@ -112,7 +112,8 @@ def test_figures_are_those_of_the_rows(job):
         assert row["new_tokens"] == len(row["tokens"])
         # The engine's counters over a group are those of its requests.
         group = [r for r in whole if figures.group_of(r) == figures.group_of(row)
-                 and figures.cell_of(r) == figures.cell_of(row)]  # fmt: skip
+                 and figures.cell_of(r) == figures.cell_of(row)
+                 and r["repeat"] == row["repeat"]]  # fmt: skip
         for name in ("drafts", "proposed", "accepted"):
             assert row[f"group_{name}"] == sum(r[name] for r in group)
 
