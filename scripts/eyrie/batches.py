@@ -30,23 +30,22 @@ class HiddenRows(BaseDataset):
     supervise_all = False
 
     def __init__(self, states: HiddenStates, rows: list[tuple[int, int]], total_seq_len: int):
-        self.states, self.row_list, self.kept = states, [], []
-        self.cut = self.left_out = 0
-        lengths = [np.diff(shard.row_offsets.numpy()) for shard in states.rows]
-        supervised = [supervised_targets(shard) for shard in states.rows]
-        for shard, index in rows:
-            keep, targets = int(lengths[shard][index]), int(supervised[shard][index])
-            # The shift by one token (below) makes room for one more.
-            if keep > total_seq_len + 1:
-                mask = states.rows[shard].mask(index)
-                keep = cut_at_turn(mask, total_seq_len + 1)
-                targets = int(mask[1:keep].sum())
-                self.cut += targets > 0
-            if targets:
-                self.row_list.append((shard, index))
-                self.kept.append(keep)
-            else:
-                self.left_out += 1
+        self.states = states
+        first = np.cumsum([0, *map(len, states.rows)])
+        places = [first[shard] + index for shard, index in rows]
+        keep = np.concatenate([np.diff(shard.row_offsets.numpy()) for shard in states.rows])[places]
+        targets = np.concatenate([supervised_targets(shard) for shard in states.rows])[places]
+        # The shift by one token (below) makes room for one more.
+        long = keep > total_seq_len + 1
+        for place in long.nonzero()[0]:
+            shard, index = rows[place]
+            mask = states.rows[shard].mask(index)
+            keep[place] = cut_at_turn(mask, total_seq_len + 1)
+            targets[place] = mask[1 : keep[place]].sum()
+        wanted = targets > 0
+        self.row_list = [rows[place] for place in wanted.nonzero()[0]]
+        self.kept = keep[wanted]
+        self.cut, self.left_out = int((long & wanted).sum()), int((~wanted).sum())
         super().__init__(total_seq_len)
 
     def __len__(self) -> int:
@@ -60,11 +59,11 @@ class HiddenRows(BaseDataset):
 
     def _compute_approx_lengths(self) -> np.ndarray:
         # shift_batch drops one token of each row.
-        return np.array(self.kept, dtype=np.int64) - 1
+        return self.kept - 1
 
     def _get_raw_data(self, index: int) -> dict[str, torch.Tensor]:
         row = self.states.row(*self.row_list[index])
-        keep = self.kept[index]
+        keep = int(self.kept[index])
         states = row["hidden_states"][:keep]
         mask = row["loss_mask"][:keep].long()
         return {
@@ -79,7 +78,8 @@ def supervised_targets(shard) -> np.ndarray:
     """The supervised tokens of each row, its first left out: nothing comes before it that it
     could be drafted from. int64 [rows]."""
     offsets = shard.row_offsets.numpy()
-    before = np.concatenate([[0], np.cumsum(shard.loss_mask.numpy())])
+    before = np.zeros(offsets[-1] + 1, np.int64)
+    np.cumsum(shard.loss_mask.numpy(), out=before[1:])
     return before[offsets[1:]] - before[np.minimum(offsets[:-1] + 1, offsets[1:])]
 
 

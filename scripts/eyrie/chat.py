@@ -94,12 +94,6 @@ def stop_tokens(tokenizer) -> set[int]:
     return {tokenizer.eos_token_id, *ends} - {None}
 
 
-def is_held_out(row_id: bytes, fraction: float) -> bool:
-    """Whether a conversation is in the validation split: a matter of its id alone, so that
-    the split stays the same when data is added."""
-    return int.from_bytes(row_id[:8], "little") < fraction * 2**64
-
-
 class Chat:
     """A chat template and its tokenizer.
 

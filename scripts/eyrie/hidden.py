@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
-from eyrie.chat import is_held_out
 from eyrie.shards import Rows, ShardError, read_rows, read_states
 
 
@@ -16,24 +16,27 @@ def split(shards: list[Rows], fraction: float) -> tuple[list, list]:
     in which the engine finished. All of its rows are on one side, and at least one row is on each.
 
     Raises:
-        ValueError: fewer than two conversations.
+        ValueError: there is but one conversation.
     """
-    rows = []
-    for shard, of in enumerate(shards):
-        text = of.row_ids.numpy().tobytes()
-        rows += [(text[16 * i : 16 * i + 16], shard, i) for i in range(len(of))]
-    rows.sort()
-    ids = {row_id for row_id, _, _ in rows}
-    if len(ids) < 2:
-        raise ValueError(f"{len(ids)} conversations cannot be split into training and validation")
-    held_out = {row_id for row_id in ids if is_held_out(row_id, fraction)}
-    held_out = held_out or {min(ids, key=lambda row_id: row_id[7::-1])}
-    if held_out == ids:
-        held_out.remove(min(ids))
-    sides = ([], [])
-    for row_id, shard, index in rows:
-        sides[row_id in held_out].append((shard, index))
-    return sides
+    ids = np.concatenate([of.row_ids.numpy() for of in shards])
+    shard = np.repeat(np.arange(len(shards)), [len(of) for of in shards])
+    index = np.concatenate([np.arange(len(of)) for of in shards])
+    high, low = ids.view(">u8").T
+    order = np.lexsort((low, high))
+    ids, shard, index = ids[order], shard[order], index[order]
+    number = np.cumsum(np.r_[False, (ids[1:] != ids[:-1]).any(1)])
+    if not number[-1]:
+        raise ValueError("one conversation cannot be split into training and validation")
+    value = ids.view("<u8")[:, 0]
+    held_out = value < fraction * 2.0**64
+    if not held_out.any():
+        held_out = number == number[value.argmin()]
+    if held_out.all():
+        held_out = number > 0
+    return tuple(
+        list(zip(shard[side].tolist(), index[side].tolist(), strict=True))
+        for side in (~held_out, held_out)
+    )
 
 
 def read_hidden_rows(paths: list[Path]) -> list[Rows]:

@@ -31,6 +31,34 @@ def write_shard(path: Path, masks: list[str]) -> Path:
     return path
 
 
+def shards_of(row_ids: list[list[bytes]]) -> list[Rows]:
+    return [Rows.pack([[1]] * len(ids), [[True]] * len(ids), ids, {}) for ids in row_ids]
+
+
+def test_split_is_a_matter_of_the_id_alone():
+    """By its first eight bytes, least significant first; both sides in the order of ids."""
+    random = np.random.default_rng(0)
+    pool = [random.bytes(16) for _ in range(2000)]
+    of_shards = [[pool[i] for i in random.integers(0, 2000, 1000)] for _ in range(3)]
+    for ids in (of_shards, [part[::-1] for part in of_shards[::-1]]):
+        rows = sorted((row_id, s, i) for s, part in enumerate(ids) for i, row_id in enumerate(part))
+        sides = [], []
+        for row_id, *place in rows:
+            held_out = int.from_bytes(row_id[:8], "little") < 0.05 * 2**64
+            sides[held_out].append(tuple(place))
+        assert split(shards_of(ids), 0.05) == sides
+        assert 60 < len(sides[1]) < 240
+
+
+def test_a_split_leaves_something_on_either_side():
+    near, far, last = (bytes([n] * 8 + [9 - n] * 8) for n in (1, 2, 3))
+    shards = shards_of([[last, near], [near, far]])
+    assert split(shards, 0.0) == ([(1, 1), (0, 0)], [(0, 1), (1, 0)])
+    assert split(shards, 1.0) == ([(0, 1), (1, 0)], [(1, 1), (0, 0)])
+    with pytest.raises(ValueError, match="one conversation cannot be split"):
+        split(shards_of([[near], [near]]), 0.5)
+
+
 @pytest.mark.parametrize(
     "mask, length, kept",
     [

@@ -22,8 +22,8 @@ from templates import (
     VICUNA,
 )
 
-from eyrie.chat import Chat, is_held_out, load_tokenizer
-from eyrie.conversations import Conversation, Reject, read_conversation
+from eyrie.chat import Chat, load_tokenizer
+from eyrie.conversations import Reject, read_conversation
 
 CHATS = {
     name: Chat(tiny.make_tokenizer(template, control, bos, eos))
@@ -534,10 +534,3 @@ def test_identity_follows_the_template_and_its_options():
     one, other = Chat(tiny.make_tokenizer()), Chat(tiny.make_tokenizer(CHATML + " "))
     assert one.identity() == Chat(tiny.make_tokenizer()).identity() != other.identity()
     assert one.identity() != Chat(tiny.make_tokenizer(), date="2026-01-02").identity()
-
-
-def test_split_is_a_matter_of_the_id_alone():
-    ids = [Conversation([{"role": "user", "content": str(i)}]).id for i in range(2000)]
-    held_out = [is_held_out(i, 0.05) for i in ids]
-    assert 60 < sum(held_out) < 140
-    assert [is_held_out(i, 0.05) for i in ids[::-1]] == held_out[::-1]
