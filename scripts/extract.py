@@ -118,7 +118,7 @@ class Talk:
 
 # Rows of a shard, and tokens of each, whose log-probabilities are asked of the engine too, where
 # its answers are not the most likely tokens: a second prefill, and enough to tell a wrong layer.
-PROBES, PROBE_TOKENS = 4, 32
+PROBES, PROBE_TOKENS = 4, 16
 # The engine's bounds are not halved below so many tokens a step.
 LEAST_TOKENS = 16
 

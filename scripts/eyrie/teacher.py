@@ -30,14 +30,19 @@ class Teacher:
         self.norm = load_tensor(folder, "model.norm.weight").float()
         self.head = load_head(folder)
         self.eps = config.rms_norm_eps
+        # As an engine of bfloat16 multiplies, so that near ties fall the same way; and a quarter of
+        # the time, where the CPU does it in hardware.
+        fast = self.head.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+        self.dtype = torch.bfloat16 if fast else torch.float32
 
     def logits(self, states: torch.Tensor):
         """States before the final norm [n, H] -> (first token, logits [n, CHUNK]), part by part."""
         states = states.float()
         states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
-        states = states * self.norm
+        states = (states * self.norm).to(self.dtype)
         for start in range(0, len(self.head), CHUNK):
-            yield start, states @ self.head[start : start + CHUNK].float().T
+            head = self.head[start : start + CHUNK].to(self.dtype)
+            yield start, (states @ head.T).float()
 
     def next_tokens(self, states: torch.Tensor) -> torch.Tensor:
         """States before the final norm [n, H] -> the most likely next tokens, int64 [n]."""

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -70,6 +72,19 @@ def told(inputs, answered):
 def test_right_states_give_the_log_probabilities_back(answered, told, tmp_path):
     teacher, rows, states = answered
     assert teacher.compare(write(tmp_path / "right", states), rows, told) < 0.05
+
+
+def test_products_in_bfloat16_judge_alike(answered, told, tmp_path):
+    """As a verifier of bfloat16 is judged where the CPU multiplies it."""
+    teacher, rows, states = answered
+    rough = copy.copy(teacher)
+    rough.dtype = torch.bfloat16
+    right = write(tmp_path / "right", states)
+    assert rough.check(right, rows) > 0.97 and rough.compare(right, rows, told) < 0.1
+    wrong = write(tmp_path / "wrong", states[1:] + states[:1])
+    for check in (lambda: rough.check(wrong, rows), lambda: rough.compare(wrong, rows, told)):
+        with pytest.raises(ShardError):
+            check()
 
 
 @pytest.mark.parametrize(
