@@ -219,6 +219,15 @@ def drafts(runs):
     return json.dumps(options)
 
 
+def prompts_asked(runs):
+    """How many prompts of each file the benchmarks of some runs ask for, as JSON."""
+    counts = {f"{R}/prompts": 0}
+    for bench in (C.runs[run].bench for run in runs):
+        for path in counts.keys() | {local(file) for file in bench.prompt_files.values()}:
+            counts[path] = max(counts.get(path, 0), bench.prompts)
+    return json.dumps(counts, sort_keys=True)
+
+
 def hidden_of(wildcards):
     """The hidden shards that a run trains on."""
     data = data_of(wildcards)

@@ -3,12 +3,14 @@
 
 
 # A run's own. Training has it as input, so it runs again only where training would: neither an edit
-# of the checks nor memory tuning is a parameter.
+# of the checks nor memory tuning nor the benchmark's size is a parameter.
 rule preflight:
     input:
         shards=lambda wildcards: token_shards(data_of(wildcards)),
         verifier=f"{R}/verifier",
         identity=f"{R}/verifier.json",
+        prompts=f"{R}/prompts",
+        more=prompt_files(),
     output:
         f"{R}/preflight_{{run}}.json",
     log:
@@ -20,6 +22,7 @@ rule preflight:
         mem_mb=memory_mb("check"),
         engine=PREFLIGHT_ENGINE,
         states_mb=lambda wildcards: states_mb(data_of(wildcards)),
+        prompts=lambda wildcards: prompts_asked([wildcards.run]),
     params:
         state=f"{R}/.state",
         drafts=lambda wildcards: drafts([wildcards.run]),
@@ -40,6 +43,7 @@ rule preflight:
             --answers {params.answers} \
             --max-length {params.max_length} \
             --states-mb {resources.states_mb} \
+            --prompts {resources.prompts:q} \
             {resources.engine} \
             --out {output:q} \
             --log {log:q}
@@ -54,6 +58,8 @@ rule preflights:
         shards=lambda wildcards: token_shards(wildcards.data),
         verifier=f"{R}/verifier",
         identity=f"{R}/verifier.json",
+        prompts=f"{R}/prompts",
+        more=prompt_files(),
     output:
         temp(f"{R}/data/{{data}}/preflights.json"),
     log:
@@ -66,6 +72,7 @@ rule preflights:
         engine=PREFLIGHT_ENGINE,
         states_mb=lambda wildcards: states_mb(wildcards.data),
         drafts=lambda wildcards: drafts(asked_for(wildcards.data)),
+        prompts=lambda wildcards: prompts_asked(asked_for(wildcards.data)),
     params:
         state=f"{R}/.state",
         layer_ids=C.extract.layer_ids,
@@ -85,6 +92,7 @@ rule preflights:
             --answers {params.answers} \
             --max-length {params.max_length} \
             --states-mb {resources.states_mb} \
+            --prompts {resources.prompts:q} \
             {resources.engine} \
             --out {output:q} \
             --log {log:q}

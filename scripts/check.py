@@ -76,6 +76,8 @@ def main() -> None:
     try:
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
+            if args.json.is_dir():
+                raise IsADirectoryError("it is a folder")
     except OSError as error:
         sys.exit(f"check: --json {args.json}: cannot be written ({error})")
     if not args.draft.is_dir():

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from eyrie import engine
+from eyrie.bench_prompts import BenchError, pick_prompts
 from eyrie.checkpoint import WEIGHTS
 from eyrie.checks import check_head, check_light, check_values, passed, result, tell
 from eyrie.files import log_line, sha256_file, write_json
@@ -24,6 +25,7 @@ from eyrie.identity import read_identity
 from eyrie.loads import check_loads, import_vllm
 from eyrie.provenance import code_hash, peak_rss_bytes
 from eyrie.shape import add_shape_arguments, shape_of
+from eyrie.sources import DataError
 
 
 def write_untrained(args, draft, verifier, folder: Path) -> None:
@@ -154,6 +156,21 @@ def check_masks(args, rows, tokenizer) -> list[dict]:
     return [*checks, result("masks", not faults, found, "text that was answered", effect)]
 
 
+def check_prompts(asked: dict[str, int]) -> list[dict]:
+    """The files of prompts hold as many as the benchmark asks for."""
+    checks = []
+    for path, count in asked.items():
+        effect = "the benchmark would end after all else is made"
+        try:
+            pick_prompts(Path(path), count)
+            found = f"{path} has them"
+        except (BenchError, DataError) as error:
+            found = error
+        ok = isinstance(found, str)
+        checks.append(result("benchmark prompts", ok, found, f"{count:,} prompts", effect))
+    return checks
+
+
 def check_room(args, verifier) -> list[dict]:
     """Disk for the states that are not there yet, and memory for a row."""
     import torch
@@ -217,6 +234,7 @@ def look(args, drafts: dict, verifier, beside) -> dict[str, list[dict]]:
         *check_head(args.verifier, verifier.vocab_size, verifier.hidden_size),
         *check_tokens(verifier, rows, tokenizer),
         *check_masks(args, rows, tokenizer),
+        *check_prompts(args.prompts),
         *check_room(args, verifier),
     ]
     return {
@@ -235,7 +253,7 @@ def digest(args, options: list[str]) -> str:
         options,
         read_identity(args.identity)["files"],
         sha256_file(args.shards[0]),
-        [args.layer_ids, args.answers, args.max_length, args.max_model_len],
+        [args.layer_ids, args.answers, args.max_length, args.max_model_len, args.prompts],
         code_hash(Path(__file__)),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -262,6 +280,12 @@ def main() -> None:
     parser.add_argument("--answers", choices=["verifier", "dataset"], required=True)
     parser.add_argument("--max-length", type=int, required=True, help="tokens of a row")
     parser.add_argument("--states-mb", type=int, default=0, help="disk that all states may take")
+    parser.add_argument(
+        "--prompts",
+        type=json.loads,
+        default={},
+        help="JSON: {FILE: how many of it the benchmark asks}",
+    )
     engine.add_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--log", type=Path, help="gets a JSON line")

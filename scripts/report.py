@@ -226,6 +226,9 @@ def main() -> None:
         if data["plan"]["run"] != args.run:
             raise ValueError(f"{args.plan}: is of run {data['plan']['run']}, not of {args.run}")
         identities = [read_result(path, IDENTITY) for path in args.identities]
+        of_verifier = next((p for p in args.identities if p.stem == "verifier"), None)
+        if not of_verifier:
+            raise ValueError("--identities: verifier.json is not among them; name it, too")
     except (OSError, ValueError) as error:
         sys.exit(f"report: {error}")
     data["identities"] = {
@@ -234,7 +237,7 @@ def main() -> None:
         for path, identity in zip(args.identities, identities, strict=True)
     }
     # A verifier's identity lies beside its folder, under the same name.
-    verifier = next(p for p in args.identities if p.stem == "verifier").with_suffix("")
+    verifier = of_verifier.with_suffix("")
     page = render(args.template, args.run, verifier, args.checkpoint, data)
     if args.markdown:
         with atomic(args.markdown) as partial:

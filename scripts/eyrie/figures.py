@@ -83,8 +83,9 @@ def written(rows: list[dict]) -> Counter:
 def speed(rows: list[dict], baseline: list[dict]) -> dict:
     """Tokens/s over the requests that the baseline served, too, and how many times its own that
     is. Of repetitions each group counts with its median. `spread` is the range of nine in ten
-    speed-ups when the groups, and of each one repetition, are drawn anew with replacement; None
-    where there is but one measurement.
+    speed-ups when the groups are drawn anew with replacement, and one repetition for all: a
+    machine's drift moves what was measured in the same minutes together. None where there is but
+    one measurement.
     """
     ours, theirs = groups(rows), groups(baseline)
     keys = sorted(ours.keys() & theirs.keys(), key=str)
@@ -104,7 +105,7 @@ def speed(rows: list[dict], baseline: list[dict]) -> dict:
         n, m = (np.array([of[key] for key in keys]) for of in (tokens, base_tokens))
         random = np.random.default_rng(0)
         drawn = random.integers(len(keys), size=(RESAMPLES, len(keys)))
-        repeat = random.integers(a.shape[1], size=drawn.shape)
+        repeat = random.integers(a.shape[1], size=(RESAMPLES, 1))
         ratios = n[drawn].sum(1) / a[drawn, repeat].sum(1)
         ratios /= m[drawn].sum(1) / b[drawn, repeat].sum(1)
         spread = [round(float(x), 4) for x in np.quantile(ratios, [0.05, 0.95])]

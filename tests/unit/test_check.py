@@ -440,10 +440,11 @@ def test_a_manifest_that_tells_of_no_training(good, inputs, tmp_path, monkeypatc
         check.main()
 
 
-def test_where_the_results_go_is_told_first(good, inputs, monkeypatch):
-    argv = ["check.py", str(good), "--verifier", str(inputs / "verifier"), "--json", "/proc/x/y"]
+@pytest.mark.parametrize("place", ["/proc/x/y", "."])
+def test_where_the_results_go_is_told_first(good, inputs, monkeypatch, place):
+    argv = ["check.py", str(good), "--verifier", str(inputs / "verifier"), "--json", place]
     monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit, match="check: --json /proc/x/y: cannot be written"):
+    with pytest.raises(SystemExit, match=f"check: --json {place}: cannot be written"):
         check.main()
 
 

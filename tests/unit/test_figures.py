@@ -107,6 +107,19 @@ def test_repetitions_count_with_their_median_and_spread():
     assert low < 0.1 and high == 2.0
 
 
+def test_the_spread_holds_what_each_repetition_gave():
+    """A machine that slows between two of them slows all prompts, which must not average out."""
+    rows = [
+        row(name, prompt=n, repeat=r, group_seconds=1.0 if name == "baseline" else [0.5, 0.8][r])
+        for name in ("eagle3", "baseline")
+        for r in range(2)
+        for n in range(20)
+    ]
+    found = figures.speed(rows[:40], rows[40:])
+    assert found["speedup"] == pytest.approx(1 / 0.65, abs=1e-4)
+    assert found["spread"] == [1.25, 2.0]
+
+
 def test_one_measurement_has_no_spread():
     assert figures.speed([row(group_seconds=0.5)], [row("baseline")])["spread"] is None
 

@@ -735,6 +735,13 @@ def test_colours_what_was_accepted(page):
     assert "suffix was not measured: arctic-inference is not installed." in page.text
 
 
+def test_a_report_without_its_verifiers_identity_is_refused(tmp_path):
+    data = made_up()
+    del data["identities"]["verifier"]
+    with pytest.raises(SystemExit, match=r"verifier\.json is not among them"):
+        write_report(tmp_path, data, measurements())
+
+
 def test_account_that_does_not_add_up_shows(tmp_path):
     data = made_up()
     data["shards"]["read"] = 1_013

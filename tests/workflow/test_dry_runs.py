@@ -25,6 +25,7 @@ from transformers import GemmaConfig
         ("verifier={source: 'hf:someone/model@main'}", "Is there a network"),
         ("data={tiny: {conversations: 4000}}", "4,000 usable conversations asked for"),
         ("draft={num_attention_heads: 6}", "FAIL an untrained draft: found draft.num_attention"),
+        ("bench={prompts: 400}", "prompts, bench.prompts asks for 400"),
     ],
 )
 def test_bad_input_stops_before_the_engine(inputs, tmp_path, config, message):
