@@ -104,7 +104,7 @@ def card(run: str, fields: dict, config: dict, data: dict) -> str:
             table(
                 ["method", "draft tokens", "acceptance length", "tokens/s", "speed-up"], measured
             ),
-            f"{best['identical']} of {best['prompts']} outputs are identical to the baseline's.\n",
+            f"{best['identical']} of {best['compared']} outputs are identical to the baseline's.\n",
             "## What it was trained on\n",
             table(["conversations", "read", "kept", "rejected"], sources),
             f"Answers are {answers}. {rows['training']:,} rows were trained on and "

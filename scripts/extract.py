@@ -284,7 +284,7 @@ class Extraction:
         # Several answers are read back from text, so a token may differ.
         turns = any(shard.prompts.turns for shard in missing)
         self.greedy = self.answering and not args.temperature and not turns
-        self.teacher = Teacher(args.verifier, config)
+        self.teacher = Teacher(args.verifier, config, args.dtype)
         self.llm = engine.load(
             args, **engine.extraction_arguments(args.layer_ids, args.gpus, args.states)
         )

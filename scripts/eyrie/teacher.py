@@ -24,16 +24,16 @@ CHUNK = 16_384
 
 
 class Teacher:
-    """The verifier's final norm and head."""
+    """The verifier's final norm and head; dtype is the engine's."""
 
-    def __init__(self, folder: Path, config: VerifierConfig):
+    def __init__(self, folder: Path, config: VerifierConfig, dtype: str):
         self.norm = load_tensor(folder, "model.norm.weight").float()
         self.head = load_head(folder)
         self.eps = config.rms_norm_eps
-        # As an engine of bfloat16 multiplies, so that near ties fall the same way; and a quarter of
-        # the time, where the CPU does it in hardware.
-        fast = self.head.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
-        self.dtype = torch.bfloat16 if fast else torch.float32
+        # As the engine multiplies, so that near ties fall the same way; and in a quarter of the
+        # time, where the CPU has bfloat16 in hardware.
+        rough = dtype == "bfloat16" and torch.cpu._is_avx512_bf16_supported()
+        self.dtype = torch.bfloat16 if rough else torch.float32
 
     def logits(self, states: torch.Tensor):
         """States before the final norm [n, H] -> (first token, logits [n, CHUNK]), part by part."""

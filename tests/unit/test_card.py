@@ -36,3 +36,11 @@ def test_a_name_is_one_word_of_the_commands():
     vllm, sglang = (shlex.split(block) for block in blocks[1::2])
     assert vllm[:3] == ["vllm", "serve", name] and json.loads(vllm[-1])["method"] == "eagle3"
     assert sglang[4] == name
+
+
+def test_outputs_are_counted_in_every_repetition():
+    data = made_up()
+    draft = data["bench"]["methods"][-1]
+    draft |= {"prompts": 4, "repeats": 2, "identical": 7, "compared": 8}
+    text = card.card("1k", dict(FIELDS), CONFIG, data)
+    assert "7 of 8 outputs are identical" in text

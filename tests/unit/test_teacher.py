@@ -27,7 +27,8 @@ def answered(inputs):
         masks.append([False] * 5 + [True] * 20)
         states.append(torch.stack([*(h[0] for h in out.hidden_states[1:4]), before_norm[-1]], 1))
     rows = Rows.pack(ids, masks, [bytes([i] * 16) for i in range(12)], {})
-    return Teacher(inputs / "verifier", load_verifier_config(inputs / "verifier")), rows, states
+    config = load_verifier_config(inputs / "verifier")
+    return Teacher(inputs / "verifier", config, "float32"), rows, states
 
 
 def write(path, states):

@@ -42,5 +42,5 @@ def test_the_draft_has_the_shape_of_the_config(tree):
 def test_it_is_served(tree):
     bench = json.loads((tree / "bench_tiny.json").read_text())
     assert [m["method"] for m in bench["methods"]] == ["baseline", "eagle3"]
-    assert all(m["identical"] == m["prompts"] == 8 for m in bench["methods"])
+    assert all(m["identical"] == m["compared"] == 16 for m in bench["methods"])
     assert bench["methods"][1]["drafts"] > 0

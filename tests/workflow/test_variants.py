@@ -127,7 +127,7 @@ def test_a_draft_of_the_whole_vocabulary_with_a_window_from_another_draft(job, t
         assert torch.equal(weights[name], others[name]), name
     bench = json.loads((copy / "results/tiny/bench_tiny.json").read_text())
     assert bench["methods"][1]["drafts"] > 0
-    assert all(m["identical"] == m["prompts"] == 8 for m in bench["methods"])
+    assert all(m["identical"] == m["compared"] == 16 for m in bench["methods"])
 
 
 # The benchmark's own measurement of a draft, of prompts that are tokens.
