@@ -163,10 +163,9 @@ def check_prompts(asked: dict[str, int]) -> list[dict]:
         effect = "the benchmark would end after all else is made"
         try:
             pick_prompts(Path(path), count)
-            found = f"{path} has them"
+            ok, found = True, f"{path} has them"
         except (BenchError, DataError) as error:
-            found = error
-        ok = isinstance(found, str)
+            ok, found = False, error
         checks.append(result("benchmark prompts", ok, found, f"{count:,} prompts", effect))
     return checks
 

@@ -26,7 +26,7 @@ from eyrie.files import write_json
 from eyrie.gpus import hold_gpus
 from eyrie.misfit import misfit
 from eyrie.provenance import versions
-from eyrie.results import again, read_bench
+from eyrie.results import again, read_bench, row_counts
 
 METRIC = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
@@ -39,7 +39,6 @@ SAME = 0.01
 SETTING = {"set": str, "method": str, "draft_tokens": int, "concurrency": int}
 FOUND = {**SETTING, "repeat": int}
 ASKED = {"prompt_ids": [int], "tokens": [int], "beyond": bool}
-COUNTS = ("drafts", "proposed", "accepted")
 
 
 class ServeError(Exception):
@@ -87,10 +86,7 @@ def read_rows(path: Path, draft: dict) -> list[dict]:
     Raises:
         OSError, ValueError: naming the file, and the line that is no such row.
     """
-    counts = [*COUNTS]
-    for place in range(1, draft["draft_tokens"] + 1):
-        counts += [f"proposed_{place}", f"accepted_{place}"]
-    asked = ASKED | dict.fromkeys(counts, int)
+    asked = ASKED | dict.fromkeys(row_counts(draft["draft_tokens"]), int)
     rows = []
     with open(path) as file:
         for number, line in enumerate(file, 1):

@@ -5,8 +5,10 @@ HELD_OUT = "held-out conversations"
 
 
 def passes(args, sets: dict[str, list]) -> list[dict]:
-    """What is measured: {set, concurrency, prompts, kinds, draft_tokens, few}, the main setting
-    first. Of `draft_tokens` the first is for all prompts, the others for the first `few` of them.
+    """What is measured: {set, concurrency, prompts, kinds, draft_tokens, few, repeats}, the main
+    setting first. Of `draft_tokens` the first is for all prompts, the others for the first `few` of
+    them. Held-out conversations, served for what is accepted, are not repeated: at temperature 0
+    that is the same each time.
     """
     every = ["baseline", "ngram", "suffix", "eagle3"]
     main_tokens, main = args.draft_tokens[:1], args.concurrency[0]
@@ -34,9 +36,9 @@ def passes(args, sets: dict[str, list]) -> list[dict]:
         kinds = every if args.held_out_methods == "all" else ["eagle3"]
         result.append(
             {"set": HELD_OUT, "concurrency": args.max_num_seqs, "prompts": count, "kinds": kinds}
-            | {"draft_tokens": main_tokens, "few": count}
+            | {"draft_tokens": main_tokens, "few": count, "repeats": 1}
         )
-    return result
+    return [{"repeats": args.repeats} | one for one in result]
 
 
 def plan(args, sets: dict[str, list], methods: list[dict]) -> list[dict]:
@@ -45,13 +47,12 @@ def plan(args, sets: dict[str, list], methods: list[dict]) -> list[dict]:
 
     In each group the methods take turns with every number of draft tokens, another one first each
     time, so that what is compared was measured in the same minute; the baseline drafts nothing and
-    serves once. Without --interleave one comes after the other. Held-out conversations, served for
-    what is accepted, are not repeated: at temperature 0 that is the same each time.
+    serves once. Without --interleave one comes after the other.
     """
     items = []
     for repeat in range(args.repeats):
         for number, one in enumerate(passes(args, sets)):
-            if repeat and one["set"] == HELD_OUT:
+            if repeat >= one["repeats"]:
                 continue
             prompts = sets[one["set"]][: one["prompts"]]
             asked = [

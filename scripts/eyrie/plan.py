@@ -327,7 +327,7 @@ def benchmark(bench, held_out_tokens: int) -> tuple[int, int]:
         methods = [kind for kind in kinds if kind in one["kinds"]]
         others = (len(one["draft_tokens"]) - 1) * sum(kind != "baseline" for kind in methods)
         served = one["prompts"] * len(methods) + one["few"] * others
-        tokens += (1 if held_out else bench.repeats) * turns * served * each
+        tokens += one["repeats"] * turns * served * each
     # On a GPU an engine for each number of draft tokens, anew in each repetition.
     drafting = (len(kinds) - 1) * (len(bench.draft_tokens) if bench.gpus else 1)
     again = 1 if bench.interleave and not bench.gpus else bench.repeats

@@ -272,6 +272,13 @@ def read_training(checkpoint: Path):
     return manifest, metrics
 
 
+def row_counts(draft_tokens: int) -> list[str]:
+    """The names of what a request's row counts of drafts, in all and at each position."""
+    positions = range(1, draft_tokens + 1)
+    names = ("proposed", "accepted")
+    return ["drafts", *names, *(f"{name}_{k}" for name in names for k in positions)]
+
+
 def read_measurements(path: Path, bench: dict):
     """The pandas.DataFrame of bench_RUN.csv, a row a request.
 
@@ -281,9 +288,8 @@ def read_measurements(path: Path, bench: dict):
     rows = read_table(path, converters={"category": str})
     named = ["set", "method", "draft_tokens", "concurrency"]
     columns = [*named, "prompt", "turn", "category", "repeat", "group", "group_seconds"]
-    columns += ["new_tokens", "drafts", "proposed", "accepted", "beyond"]
-    most = max(cell["draft_tokens"] for cell in bench["cells"])
-    columns += [f"{n}_{k}" for n in ("proposed", "accepted") for k in range(1, most + 1)]
+    columns += ["new_tokens", "beyond"]
+    columns += row_counts(max(cell["draft_tokens"] for cell in bench["cells"]))
     if missing := [name for name in columns if name not in rows]:
         raise ValueError(f"{path}: has no column {missing[0]}: {again(path)}")
     found = rows.groupby(named).size().to_dict()
