@@ -1,3 +1,19 @@
+def bench_of(wildcards):
+    """What a run's benchmark reads of other drafts and prompts."""
+    bench = C.runs[wildcards.run].bench
+    return [local(path) for path in (*bench.drafts.values(), *bench.prompt_files.values())]
+
+
+def named(key):
+    """A mapping of a run's benchmark as NAME=VALUE, one option each."""
+    return lambda wildcards: [f"{k}={v}" for k, v in of_run("bench", key)(wildcards).items()]
+
+
+def bench_flag(key):
+    """A switch of a run's benchmark: the option itself, or nothing."""
+    return lambda wildcards: options.flag(key.replace("_", "-"), of_run("bench", key)(wildcards))
+
+
 rule bench:
     input:
         hidden=hidden_of,
@@ -19,7 +35,7 @@ rule bench:
     resources:
         gpu=of_run("bench", "gpus"),
         runtime=of_run("bench", "runtime"),
-        mem_mb=memory_mb("bench"),
+        mem_mb=NEEDS.memory("bench"),
     params:
         rates=RATES,
         state=f"{R}/.state/bench/{{run}}",
@@ -27,8 +43,8 @@ rule bench:
         held_out=of_run("train", "held_out"),
         methods=of_run("bench", "methods"),
         epochs=of_run("bench", "epochs"),
-        drafts=named("bench", "drafts"),
-        prompt_files=named("bench", "prompt_files"),
+        drafts=named("drafts"),
+        prompt_files=named("prompt_files"),
         prompts=of_run("bench", "prompts"),
         prompts_elsewhere=of_run("bench", "prompts_elsewhere"),
         turns=of_run("bench", "turns"),
@@ -42,19 +58,19 @@ rule bench:
         max_new_tokens=of_run("bench", "max_new_tokens"),
         draft_tokens=of_run("bench", "draft_tokens"),
         concurrency=of_run("bench", "concurrency"),
-        every_pair=run_flag("bench", "every_pair"),
+        every_pair=bench_flag("every_pair"),
         repeats=of_run("bench", "repeats"),
         # GPUs hold one engine at a time.
-        interleave=lambda wildcards: flag(
+        interleave=lambda wildcards: options.flag(
             "interleave",
             C.runs[wildcards.run].bench.interleave and not C.runs[wildcards.run].bench.gpus,
         ),
         samples=of_run("bench", "samples"),
-        profile=run_flag("bench", "profile"),
+        profile=bench_flag("profile"),
         draft_gpus=lambda wildcards: C.runs[wildcards.run].bench.draft_gpus or 0,
-        compile=run_flag("bench", "compile"),
+        compile=bench_flag("compile"),
         dtype=C.verifier.dtype,
-        trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+        trust=TRUST,
         # Here the engine's settings decide the figures, so a change of one measures again.
         gpu_memory_percent=lambda wildcards: round(
             100 * C.runs[wildcards.run].bench.gpu_memory_utilization
@@ -132,9 +148,9 @@ rule serve:
     resources:
         gpu=of_run("bench", "gpus"),
         runtime=of_run("bench", "runtime"),
-        mem_mb=memory_mb("bench"),
+        mem_mb=NEEDS.memory("bench"),
     params:
-        trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+        trust=TRUST,
         gpu_memory_percent=lambda wildcards: round(
             100 * C.runs[wildcards.run].bench.gpu_memory_utilization
         ),

@@ -10,11 +10,11 @@ rule check:
         ENV
     resources:
         runtime=20,
-        mem_mb=memory_mb("check"),
+        mem_mb=NEEDS.memory("check"),
     params:
         layout=of_run("train", "layout"),
         max_model_len=C.bench.max_model_len,
-        trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+        trust=TRUST,
         code=code_hash("check"),
     shell:
         """

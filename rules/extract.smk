@@ -1,3 +1,19 @@
+def extractions(data):
+    """The extractions of a data set, each as its rule's name, its shards, its folder and what it
+    waits for: one for each node, and one that links what these have put into the store."""
+    names, folder = shard_names(data), f"{R}/data/{data}"
+    gate, nodes = f"{folder}/preflights.json", C.nodes_of(data)
+    if nodes == 1:
+        return [(data, names, folder, [gate])]
+    # As even as shards allow, and in one piece each, so that a node reads few files.
+    ends = [len(names) * node // nodes for node in range(nodes + 1)]
+    parts = [
+        (f"{data}_node{i}", names[ends[i] : ends[i + 1]], f"{folder}/nodes/{data}-{i}", [gate])
+        for i in range(nodes)
+    ]
+    return [*parts, (data, names, folder, [gate, *(f"{of}/hidden.json" for _, _, of, _ in parts)])]
+
+
 # One rule a data set, or one for each of its nodes: the engine is loaded once, for whatever shards
 # the store lacks.
 for data in C.data:
@@ -22,13 +38,8 @@ for data in C.data:
             resources:
                 gpu=C.extract.gpus,
                 # What links has no state to write.
-                disk_mb=copied_mb()
-                + (
-                    states_mb(data) * len(shards) // len(shard_names(data))
-                    if len(after) == 1
-                    else 0
-                ),
-                mem_mb=memory_mb("extract"),
+                disk_mb=NEEDS.extraction(data, len(shards) if len(after) == 1 else 0),
+                mem_mb=NEEDS.memory("extract"),
                 runtime=C.extract.runtime,
                 # Memory tuning changes no state, and a resource reruns nothing. A retry takes half.
                 gpu_memory_percent=round(100 * C.extract.gpu_memory_utilization),
@@ -49,7 +60,7 @@ for data in C.data:
                 seed=C.shard.seed,
                 max_model_len=C.extract.max_model_len,
                 dtype=C.verifier.dtype,
-                trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+                trust=TRUST,
                 code=code_hash("extract"),
             shell:
                 """

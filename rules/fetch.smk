@@ -1,3 +1,11 @@
+def content(block, identity, verifier=False):
+    """A parameter that changes with what a local source holds, and not with its files' times."""
+    try:
+        return json.dumps(local_content(block.source, Path(identity), verifier))
+    except DataError as error:
+        sys.exit(str(error))
+
+
 rule fetch_verifier:
     input:
         [local(C.verifier.chat_template)] if C.verifier.chat_template else [],
@@ -12,9 +20,9 @@ rule fetch_verifier:
     resources:
         runtime=120,
         mem_mb=SMALL_MB,
-        disk_mb=verifier_mb,
+        disk_mb=NEEDS.verifier(),
     params:
-        source=source_options(C.verifier),
+        source=options.source(C.verifier),
         content=content(C.verifier, f"{R}/verifier.json", verifier=True),
         template=lambda wildcards, input: ["--chat-template", *input] if input else [],
         code=code_hash("fetch"),
@@ -46,8 +54,9 @@ for number, source in enumerate(C.conversations):
         resources:
             runtime=60,
             mem_mb=SMALL_MB,
+            disk_mb=NEEDS.conversations(source),
         params:
-            source=source_options(source),
+            source=options.source(source),
             content=content(source, f"{R}/conversations/{number}.json"),
             code=code_hash("fetch"),
         shell:
@@ -74,7 +83,7 @@ rule fetch_prompts:
         runtime=60,
         mem_mb=SMALL_MB,
     params:
-        source=source_options(C.prompts),
+        source=options.source(C.prompts),
         content=content(C.prompts, f"{R}/prompts.json"),
         code=code_hash("fetch"),
     shell:

@@ -19,17 +19,17 @@ rule preflight:
         ENV
     resources:
         runtime=10,
-        mem_mb=memory_mb("check"),
-        engine=PREFLIGHT_ENGINE,
-        states_mb=lambda wildcards: states_mb(data_of(wildcards)),
-        prompts=lambda wildcards: prompts_asked([wildcards.run]),
+        mem_mb=NEEDS.memory("check"),
+        engine=options.preflight_engine(C),
+        states_mb=lambda wildcards: NEEDS.states(data_of(wildcards)),
+        prompts=lambda wildcards: options.prompts_asked(C, [wildcards.run]),
     params:
         state=f"{R}/.state",
-        drafts=lambda wildcards: drafts([wildcards.run]),
+        drafts=lambda wildcards: options.drafts(C, [wildcards.run]),
         layer_ids=C.extract.layer_ids,
         max_length=C.shard.max_length,
         answers=C.shard.answers,
-        trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+        trust=TRUST,
     shell:
         """
         python "$SCRIPTS/preflight.py" \
@@ -50,6 +50,17 @@ rule preflight:
         """
 
 
+def asked_for(data):
+    """Those runs of a data set that the targets name."""
+    names = set()
+    for target in workflow.dag_settings.targets or [REPORT]:
+        for part in Path(target).parts:
+            _, _, name = part.partition("_")
+            names |= {name, Path(name).stem}
+    names |= set(C.sweep) if "sweep" in names else set()
+    return [run for run in C.runs if run in names and C.runs[run].data == data]
+
+
 # What extraction waits for, whatever makes it run: the drafts of its data set that are asked for.
 # They are a resource and the file is deleted afterwards: as inputs or parameters, a run more or a
 # draft's other keys would extract again, and train every run of the data set.
@@ -68,17 +79,17 @@ rule preflights:
         ENV
     resources:
         runtime=10,
-        mem_mb=memory_mb("check"),
-        engine=PREFLIGHT_ENGINE,
-        states_mb=lambda wildcards: states_mb(wildcards.data),
-        drafts=lambda wildcards: drafts(asked_for(wildcards.data)),
-        prompts=lambda wildcards: prompts_asked(asked_for(wildcards.data)),
+        mem_mb=NEEDS.memory("check"),
+        engine=options.preflight_engine(C),
+        states_mb=lambda wildcards: NEEDS.states(wildcards.data),
+        drafts=lambda wildcards: options.drafts(C, asked_for(wildcards.data)),
+        prompts=lambda wildcards: options.prompts_asked(C, asked_for(wildcards.data)),
     params:
         state=f"{R}/.state",
         layer_ids=C.extract.layer_ids,
         max_length=C.shard.max_length,
         answers=C.shard.answers,
-        trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+        trust=TRUST,
     shell:
         """
         python "$SCRIPTS/preflight.py" \

@@ -65,7 +65,7 @@ rule report:
         runtime=5,
         mem_mb=SMALL_MB,
     params:
-        template=template_hash("report"),
+        template=provenance.template_hash("report"),
         code=code_hash("report"),
     shell:
         """
@@ -88,6 +88,17 @@ rule report:
         """
 
 
+def of_sweep(file):
+    """A file of each run that the config's `sweep` names."""
+
+    def files(wildcards):
+        if not C.sweep:
+            sys.exit("sweep: no run is named; list the runs to compare")
+        return expand(file, run=C.sweep)
+
+    return files
+
+
 rule report_sweep:
     input:
         checkpoint=of_sweep(f"{R}/ckpt_{{run}}"),
@@ -106,7 +117,7 @@ rule report_sweep:
         runtime=5,
         mem_mb=SMALL_MB,
     params:
-        template=template_hash("sweep"),
+        template=provenance.template_hash("sweep"),
         code=code_hash("sweep"),
     shell:
         """

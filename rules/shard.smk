@@ -11,7 +11,7 @@ for data in C.data:
             prompts=[f"{R}/prompts", *prompt_files()],
             verifier=f"{R}/verifier",
         output:
-            shards=expand(f"{R}/data/{data}/shards/{{shard}}.safetensors", shard=shard_names(data)),
+            shards=token_shards(data),
             account=f"{R}/data/{data}/shards.json",
             rejects=f"{R}/data/{data}/rejects.jsonl",
         log:
@@ -37,7 +37,7 @@ for data in C.data:
             system_turns=C.shard.system_turns,
             date=str(C.shard.date),
             template_options=json.dumps(C.shard.template_options, sort_keys=True),
-            trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+            trust=TRUST,
             code=code_hash("shard"),
         shell:
             """

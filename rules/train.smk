@@ -1,3 +1,25 @@
+def all_gpus(wildcards):
+    """The GPUs of a run's training, on all of its machines."""
+    train = C.runs[wildcards.run].train
+    return train.gpus * train.nodes
+
+
+def if_several(value):
+    """A resource that only training on several machines has: `value` of their number."""
+
+    def resource(wildcards):
+        nodes = C.runs[wildcards.run].train.nodes
+        return value(nodes) if nodes > 1 else None
+
+    return resource
+
+
+def init_from(wildcards):
+    """The draft to start from, if there is one."""
+    folder = C.runs[wildcards.run].train.init_from
+    return [local(folder)] if folder else []
+
+
 rule train:
     input:
         hidden=hidden_of,
@@ -21,8 +43,8 @@ rule train:
         tasks=if_several(lambda nodes: nodes),
         tasks_per_gpu=if_several(lambda nodes: 0),
         runtime=of_run("train", "runtime"),
-        mem_mb=memory_mb("train"),
-        disk_mb=training_mb,
+        mem_mb=NEEDS.memory("train"),
+        disk_mb=lambda wildcards: NEEDS.training(wildcards.run),
         checkpoint_every=of_run("train", "checkpoint_every"),
         keep=of_run("train", "keep"),
     params:
@@ -32,7 +54,7 @@ rule train:
         init=lambda wildcards, input: ["--init-from", *input.init] if input.init else [],
         draft_vocab_size=of_run("vocab", "draft_vocab_size"),
         layer_ids=C.extract.layer_ids,
-        shape=lambda wildcards: draft_shape(wildcards.run),
+        shape=lambda wildcards: options.draft_shape(C, wildcards.run),
         dtype=of_run("train", "dtype"),
         held_out=of_run("train", "held_out"),
         epochs=of_run("train", "epochs"),
@@ -51,10 +73,10 @@ rule train:
         gradient_accumulation=of_run("train", "gradient_accumulation"),
         patience=of_run("train", "patience"),
         layout=of_run("train", "layout"),
-        launch=launch,
+        launch=lambda wildcards: options.launch(C.runs[wildcards.run].train),
         gpus=of_run("train", "gpus"),
         nodes=of_run("train", "nodes"),
-        trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+        trust=TRUST,
         code=code_hash("train"),
     shell:
         """

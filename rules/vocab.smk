@@ -18,7 +18,7 @@ rule vocab:
         size=of_run("vocab", "draft_vocab_size"),
         min_coverage=of_run("vocab", "min_coverage"),
         held_out=of_run("train", "held_out"),
-        trust=flag("trust-remote-code", C.verifier.trust_remote_code),
+        trust=TRUST,
         code=code_hash("vocab"),
     shell:
         """

@@ -276,6 +276,12 @@ class Config(Block):
         """How many shards a data set is cut into."""
         return -(-self.data[data].conversations // self.shard.shard_size)
 
+    def most_gpus(self) -> int:
+        """The GPUs of the job that needs the most, on all of its machines; 1 where none does."""
+        runs = self.runs.values()
+        trained = [run.train.gpus * run.train.nodes for run in runs]
+        return max(1, self.extract.gpus, *trained, *(run.bench.gpus for run in runs))
+
     def nodes_of(self, data: str) -> int:
         """How many jobs extract a data set: one without a shard would load the verifier for
         nothing."""

@@ -1,23 +1,24 @@
-"""One GPU job at a time on a machine, whoever started it."""
+"""One job at a time on a GPU, whoever started it."""
 
 import fcntl
 import os
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterable
 
 from eyrie.jobs import end_orphans
 
 # Not in TMPDIR, which may differ between two terminals.
-LOCK = Path(f"/tmp/eyrie-gpus-{os.getuid()}.lock")
+LOCK = "/tmp/eyrie-gpu-{user}-{device}.lock"
 
 
 def hold_gpus(count: int):
-    """Wait for the machine's GPUs and hold them until this process ends; nothing for a CPU job.
+    """Wait for all GPUs that are visible and hold them until this process ends; nothing for a CPU
+    job.
 
-    Snakemake keeps the jobs of one run apart; two runs in two terminals are kept apart by this
-    lock. Under SLURM the scheduler has given the job GPUs of its own. Returns the lock's open
-    file, to be kept.
+    Snakemake keeps the jobs of one run apart; two runs in two terminals are kept apart by these
+    locks, unless CUDA_VISIBLE_DEVICES gives each GPUs of its own. Under SLURM the scheduler has
+    given the job its own. Returns the locks' open files, to be kept.
 
     Raises:
         ValueError: fewer GPUs are visible than the job needs.
@@ -26,8 +27,19 @@ def hold_gpus(count: int):
         return None
     import torch
 
-    require_gpus(count, torch.cuda.device_count())
-    return None if "SLURM_JOB_ID" in os.environ else hold(LOCK)
+    visible = torch.cuda.device_count()
+    require_gpus(count, visible)
+    if "SLURM_JOB_ID" in os.environ:
+        return None
+    return hold(LOCK.format(user=os.getuid(), device=name) for name in devices(visible))
+
+
+def devices(visible: int) -> list[str]:
+    """The names of so many visible GPUs, as CUDA_VISIBLE_DEVICES has them; else their numbers."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = named.split(",") if named else map(str, range(visible))
+    # CUDA leaves out what follows the first name that is none.
+    return [name.strip() for name in names][:visible]
 
 
 def require_gpus(count: int, visible: int) -> None:
@@ -39,23 +51,28 @@ def require_gpus(count: int, visible: int) -> None:
         )
 
 
-def hold(path: Path):
-    """Lock a file, telling who holds it if that takes time, once what killed jobs left is ended.
+def hold(paths: Iterable[str]) -> list:
+    """Lock files, telling who holds one if that takes time, once what killed jobs left is ended.
 
-    The system drops the lock when this process and those forked from it have ended, in whatever
-    way. Returns the open file.
+    The system drops the locks when this process and those forked from it have ended, in whatever
+    way. Returns the open files.
     """
     for process in end_orphans():
         print(f"ended process {process}, left by a job that was killed", file=sys.stderr)
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print(f"waiting for the GPUs, held by {file.read().strip()}", file=sys.stderr, flush=True)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-    file.truncate()
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    file.write(f"process {os.getpid()} in {os.getcwd()} since {since}: {' '.join(sys.argv)}\n")
-    file.flush()
-    return file
+    files = []
+    # In one order, so that no two jobs wait for each other.
+    for path in sorted(paths):
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = file.read().strip()
+            print(f"waiting for the GPUs, held by {holder}", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} in {os.getcwd()} since {since}: {' '.join(sys.argv)}\n")
+        file.flush()
+        files.append(file)
+    return files

