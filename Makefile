@@ -25,10 +25,14 @@ define CHECK_PYTHON
 	|| { echo "envs/cpu.lock is for Linux x86-64, and this is $$(uname -sm)" >&2; exit 1; }
 endef
 
+# Where the config puts what it makes.
+RESULTS = $(if $(CONFIGFILE),"$$(.venv/bin/python -c '$(READ_RESULTS)' '$(CONFIGFILE)')",results)
+READ_RESULTS = import sys, yaml; print(yaml.safe_load(open(sys.argv[1])).get("results", "results"))
+
 .PHONY: help
 help:
-	@echo 'make run     install, make results/report_$$RUN.html and print its table'
-	@echo 'make plan    what that will take: tokens, bytes, memory, hours; writes results/plan_$$RUN.json'
+	@echo 'make run     install, make report_$$RUN.html in results/ and print its table'
+	@echo 'make plan    what that will take: tokens, bytes, memory, hours; writes plan_$$RUN.json there'
 	@echo 'make test    install, check format and style, run the tests'
 	@echo 'make lock    remake envs/*.lock from envs/*.in'
 	@echo 'make clean   remove .venv; results/ stays'
@@ -41,13 +45,14 @@ help:
 
 .PHONY: run
 run: $(INSTALLED)
-	$(IN_VENV) .venv/bin/snakemake -j 8 results/report_$(RUN).html $(if $(CONFIGFILE),--configfile $(CONFIGFILE))
-	.venv/bin/python scripts/table.py results/$(if $(filter sweep,$(RUN)),report,bench)_$(RUN).json --report results/report_$(RUN).html
+	results=$(RESULTS) && page="$$results/report_$(RUN).html" && \
+	$(IN_VENV) .venv/bin/snakemake -j 8 "$$page" $(if $(CONFIGFILE),--configfile='$(CONFIGFILE)') && \
+	.venv/bin/python scripts/table.py "$$results/$(if $(filter sweep,$(RUN)),report,bench)_$(RUN).json" --report "$$page"
 
 # Whatever was planned before: by what has been counted and measured since.
 .PHONY: plan
 plan: $(INSTALLED)
-	.venv/bin/python scripts/plan.py --run $(RUN) --json results/plan_$(RUN).json $(if $(CONFIGFILE),--config $(CONFIGFILE))
+	.venv/bin/python scripts/plan.py --run '$(RUN)' $(if $(CONFIGFILE),--config '$(CONFIGFILE)')
 
 .PHONY: test
 test: $(INSTALLED)

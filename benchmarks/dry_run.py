@@ -41,14 +41,18 @@ def main() -> None:
         bare, _ = run(folder, "--version")
         planned, plan = run(folder, *workflow, "-n", TARGET)
         folders = ("results/ckpt_10k", "results/verifier", "results/conversations/0")
+        identities = {f"{name}.json" for name in (*folders[1:], "results/prompts")}
         for name in outputs(plan):
             path = Path(folder) / name
             (path if name in folders else path.parent).mkdir(parents=True, exist_ok=True)
             path.touch()
+            if name in identities:
+                path.write_text('{"local": {}}')
         (Path(folder) / "results/verifier/config.json").write_text(
             '{"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30, '
             '"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}'
         )
+        (Path(folder) / "results/ckpt_10k/manifest.json").write_text('{"files": {}}')
         run(folder, *workflow, "--touch", TARGET)
         idle, told = run(folder, *workflow, "-n", TARGET)
         assert "Nothing to be done" in told, told

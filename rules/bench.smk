@@ -1,10 +1,10 @@
-def bench_of(wildcards):
+def bench_of(run):
     """What a run's benchmark reads of other drafts and prompts."""
-    bench = C.runs[wildcards.run].bench
-    return [local(path) for path in (*bench.drafts.values(), *bench.prompt_files.values())]
+    bench = C.runs[run].bench
+    return [*bench.drafts.values(), *bench.prompt_files.values()]
 
 
-def named(key):
+def pairs(key):
     """A mapping of a run's benchmark as NAME=VALUE, one option each."""
     return lambda wildcards: [f"{k}={v}" for k, v in of_run("bench", key)(wildcards).items()]
 
@@ -22,7 +22,7 @@ rule bench:
         verifier=f"{R}/verifier",
         identity=f"{R}/verifier.json",
         prompts=f"{R}/prompts",
-        more=bench_of,
+        more=lambda wildcards: named(bench_of(wildcards.run)),
     output:
         summary=f"{R}/bench_{{run}}.json",
         rows=f"{R}/bench_{{run}}.jsonl",
@@ -39,12 +39,13 @@ rule bench:
     params:
         rates=RATES,
         state=f"{R}/.state/bench/{{run}}",
+        more=lambda wildcards: named_content(bench_of(wildcards.run)),
         prompts_name=C.prompts.name,
         held_out=of_run("train", "held_out"),
         methods=of_run("bench", "methods"),
         epochs=of_run("bench", "epochs"),
-        drafts=named("drafts"),
-        prompt_files=named("prompt_files"),
+        drafts=pairs("drafts"),
+        prompt_files=pairs("prompt_files"),
         prompts=of_run("bench", "prompts"),
         prompts_elsewhere=of_run("bench", "prompts_elsewhere"),
         turns=of_run("bench", "turns"),

@@ -1,6 +1,7 @@
 """The checked config, and what several rules ask of it."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from snakemake.logging import logger
 from snakemake.utils import update_config
 
 from eyrie import guards, options, provenance
+from eyrie import local as local_files
 from eyrie.config import ConfigError, load_config, missing_files, read_config_file, with_reference
-from eyrie.local import local_content
 from eyrie.needs import SMALL_MB, Needs
 from eyrie.plan import find_verifier, held_out_tokens, known_verifier
 from eyrie.sources import DataError
@@ -30,7 +31,7 @@ try:
     # A pod has none of these, either.
     if not workflow.remote_exec and (missing := missing_files(C)):
         raise ConfigError("config: " + "\n        ".join(missing))
-    VERIFIER = find_verifier(C)
+    VERIFIER, IS_KNOWN = find_verifier(C), known_verifier(C) is not None
     if VERIFIER:
         extraction_ids(C.extract.layer_ids, VERIFIER.text["num_hidden_layers"])
         for settings in (C, *C.runs.values()):
@@ -47,12 +48,20 @@ ENV = "../envs/cuda.yaml" if C.extract.gpus or C.train.gpus else "../envs/cpu.ya
 NEEDS = Needs(C, VERIFIER, copies=workflow.storage_settings.default_storage_provider is not None)
 TRUST = options.flag("trust-remote-code", C.verifier.trust_remote_code)
 
+# What tells a cluster, and a dry run of anything, is the number of jobs at a time.
+ON_CLUSTER = workflow.resource_settings.nodes is not None
+
 shell.prefix(guards.shell_prefix())
 guards.look_into_buckets(workflow)
 # A pod's jobs are limited, and its folder is locked, where it was sent from.
 if not workflow.remote_exec:
-    guards.limit_gpus(workflow, C.most_gpus())
-    guards.advise_of_lock()
+    guards.limit_gpus(workflow, C.most_gpus(), ON_CLUSTER)
+    guards.free_of_locks()
+
+    onstart:
+        guards.tell_holder(ON_CLUSTER)
+
+
 # A dry run ends with the sum of what its jobs need.
 logger.addHandler(Totals(workflow))
 
@@ -98,10 +107,25 @@ def of_run(block, key):
     return lambda wildcards: getattr(getattr(C.runs[wildcards.run], block), key)
 
 
+def named(paths):
+    """Files and drafts that the config names, as inputs. What one holds is a parameter, by
+    `named_content`, so its time is nothing; one that a rule makes goes by its time."""
+    return [local(path) if is_made(path) else ancient(local(path)) for path in dict.fromkeys(paths)]
+
+
+def named_content(paths):
+    """A parameter that changes with what these files and drafts hold."""
+    return [held for path in paths if not is_made(path) for held in local_files.named_content(path)]
+
+
+def is_made(path):
+    """Whether it lies in the results."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(R))
+
+
 def prompt_files():
     """Every file of prompts that a run is benchmarked on, beside the fetched one."""
-    files = {file for run in C.runs.values() for file in run.bench.prompt_files.values()}
-    return [local(file) for file in sorted(files)]
+    return sorted({file for run in C.runs.values() for file in run.bench.prompt_files.values()})
 
 
 def halved(bound):

@@ -3,7 +3,7 @@
 rule plan:
     input:
         # Where its sizes can be known from nothing else.
-        [] if known_verifier(C) else f"{R}/verifier",
+        [] if IS_KNOWN else f"{R}/verifier",
     output:
         f"{R}/plan_{{run}}.json",
     log:

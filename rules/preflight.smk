@@ -10,7 +10,7 @@ rule preflight:
         verifier=f"{R}/verifier",
         identity=f"{R}/verifier.json",
         prompts=f"{R}/prompts",
-        more=prompt_files(),
+        more=named(prompt_files()),
     output:
         f"{R}/preflight_{{run}}.json",
     log:
@@ -24,6 +24,7 @@ rule preflight:
         states_mb=lambda wildcards: NEEDS.states(data_of(wildcards)),
         prompts=lambda wildcards: options.prompts_asked(C, [wildcards.run]),
     params:
+        more=named_content(prompt_files()),
         state=f"{R}/.state",
         drafts=lambda wildcards: options.drafts(C, [wildcards.run]),
         layer_ids=C.extract.layer_ids,
@@ -52,13 +53,16 @@ rule preflight:
 
 def asked_for(data):
     """Those runs of a data set that the targets name."""
-    names = set()
-    for target in workflow.dag_settings.targets or [REPORT]:
-        for part in Path(target).parts:
-            _, _, name = part.partition("_")
-            names |= {name, Path(name).stem}
-    names |= set(C.sweep) if "sweep" in names else set()
-    return [run for run in C.runs if run in names and C.runs[run].data == data]
+    names = guards.asked_for(workflow, C, REPORT)
+    return [run for run in names if C.runs[run].data == data]
+
+
+def shards_that_fit(wildcards):
+    """The shards of a data set, unless the engine has no room for their rows. A cluster's jobs find
+    out on its machines."""
+    if VERIFIER and (workflow.dryrun or not ON_CLUSTER) and not workflow.remote_exec:
+        guards.require_fit(C, asked_for(wildcards.data))
+    return token_shards(wildcards.data)
 
 
 # What extraction waits for, whatever makes it run: the drafts of its data set that are asked for.
@@ -66,11 +70,11 @@ def asked_for(data):
 # draft's other keys would extract again, and train every run of the data set.
 rule preflights:
     input:
-        shards=lambda wildcards: token_shards(wildcards.data),
+        shards=shards_that_fit,
         verifier=f"{R}/verifier",
         identity=f"{R}/verifier.json",
         prompts=f"{R}/prompts",
-        more=prompt_files(),
+        more=named(prompt_files()),
     output:
         temp(f"{R}/data/{{data}}/preflights.json"),
     log:

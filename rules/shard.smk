@@ -8,7 +8,7 @@ for data in C.data:
             conversations=expand(
                 f"{R}/conversations/{{number}}", number=range(len(C.conversations))
             ),
-            prompts=[f"{R}/prompts", *prompt_files()],
+            prompts=[f"{R}/prompts", *named(prompt_files())],
             verifier=f"{R}/verifier",
         output:
             shards=token_shards(data),
@@ -23,6 +23,7 @@ for data in C.data:
             runtime=30,
             mem_mb=SMALL_MB,
         params:
+            more=named_content(prompt_files()),
             folder=subpath(output.account, parent=True),
             sources=[source.source for source in C.conversations],
             limit=C.data[data].conversations,

@@ -14,10 +14,16 @@ def if_several(value):
     return resource
 
 
-def init_from(wildcards):
-    """The draft to start from, if there is one."""
-    folder = C.runs[wildcards.run].train.init_from
-    return [local(folder)] if folder else []
+def init_from(run):
+    """The draft that a run starts from, if there is one."""
+    folder = C.runs[run].train.init_from
+    return [folder] if folder else []
+
+
+def preflight_of(wildcards):
+    """What training waits for; an error where the checkpoint has lost a file."""
+    guards.require_whole(Path(f"{R}/ckpt_{wildcards.run}"))
+    return f"{R}/preflight_{wildcards.run}.json"
 
 
 rule train:
@@ -26,8 +32,8 @@ rule train:
         vocab=f"{R}/vocab_{{run}}.safetensors",
         verifier=f"{R}/verifier",
         identity=f"{R}/verifier.json",
-        init=init_from,
-        preflight=f"{R}/preflight_{{run}}.json",
+        init=lambda wildcards: named(init_from(wildcards.run)),
+        preflight=preflight_of,
     output:
         directory(f"{R}/ckpt_{{run}}"),
     log:
@@ -52,6 +58,7 @@ rule train:
         state=lambda wildcards: f"{R}/.state/train/{wildcards.run}",
         tensorboard=lambda wildcards: f"{R}/logs/tensorboard/{wildcards.run}",
         init=lambda wildcards, input: ["--init-from", *input.init] if input.init else [],
+        init_content=lambda wildcards: named_content(init_from(wildcards.run)),
         draft_vocab_size=of_run("vocab", "draft_vocab_size"),
         layer_ids=C.extract.layer_ids,
         shape=lambda wildcards: options.draft_shape(C, wildcards.run),

@@ -35,6 +35,7 @@ from eyrie.bench_prompts import (
     trained_on,
 )
 from eyrie.engines import Engines, State
+from eyrie.errors import in_one_line
 from eyrie.files import atomic, log_line, read_json, read_table, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.identity import read_identity
@@ -479,4 +480,5 @@ def profiled(methods: list[dict], prompts: Prompts, engines, state, args) -> dic
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("bench"):
+        main()

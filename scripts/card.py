@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from eyrie.checkpoint import is_nested, read_config, sglang_faults, sglang_since
+from eyrie.errors import in_one_line
 from eyrie.files import atomic, link_or_copy, log_line
 from eyrie.layouts import hub_name
 from eyrie.markdown import fenced, plain_text
@@ -151,4 +152,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("card"):
+        main()

@@ -25,6 +25,7 @@ from eyrie.checks import (
     read_reference,
     tell,
 )
+from eyrie.errors import in_one_line
 from eyrie.files import log_line, write_json
 from eyrie.loads import check_loads
 from eyrie.provenance import peak_rss_bytes
@@ -146,4 +147,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("check"):
+        main()

@@ -9,6 +9,7 @@ Exit 0: nothing disagrees. 1: something does. 2: it could not be looked at.
 """
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from eyrie.chat import PROBE, Chat, load_tokenizer
 from eyrie.checks import check_folder
 from eyrie.conversations import Reject
 from eyrie.draft import DraftShape, flat_config
+from eyrie.errors import in_one_line
 from eyrie.files import sha256_file, write_json
 from eyrie.hidden import HiddenStates, split
 from eyrie.prompts import read_prompts
@@ -719,8 +721,10 @@ def look_at_whole(
     length, mended = acceptance_length(found), acceptance_length(replay(right))
     _, error = gain([np.zeros_like(a) for a in found], found)
     room = GAP + 3 * error
-    says = f"acceptance length {length:.2f} (±{error:.2f}) as the checkpoint is"
-    evidence = {"acceptance_length": length, "standard_error": error, "mended": mended}
+    told = f"±{error:.2f}" if math.isfinite(error) else "of one text, too few to judge by"
+    says = f"acceptance length {length:.2f} ({told}) as the checkpoint is"
+    evidence = {"acceptance_length": length, "mended": mended}
+    evidence["standard_error"] = error if math.isfinite(error) else None
     if mended - length > MARGIN:
         says += f", {mended:.2f} with what was found mended"
     faults = []
@@ -887,4 +891,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("doctor"):
+        main()

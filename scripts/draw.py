@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eyrie.drawing import SERIES, canvas, finish, plot_positions, svg
+from eyrie.errors import in_one_line
 from eyrie.files import log_line, require_own
 from eyrie.page import COLOURS, fixed, positions, smoothing
 from eyrie.results import HIDDEN, VOCAB, read_bench, read_result, read_training
@@ -250,4 +251,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("draw"):
+        main()

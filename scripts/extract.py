@@ -26,6 +26,7 @@ from tqdm import tqdm
 from eyrie import engine, store
 from eyrie.chat import Chat, Row, load_tokenizer
 from eyrie.conversations import Reject
+from eyrie.errors import in_one_line
 from eyrie.files import link_or_copy, log_line, sha256_file, write_json
 from eyrie.gpus import hold_gpus
 from eyrie.identity import read_identity
@@ -668,4 +669,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("extract"):
+        main()

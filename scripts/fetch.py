@@ -26,6 +26,7 @@ import zipfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from eyrie.errors import in_one_line
 from eyrie.files import fsync_path, log_line, sha256_file, write_json
 from eyrie.local import local_files
 from eyrie.prompts import read_prompts
@@ -316,4 +317,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("fetch"):
+        main()

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from eyrie.checkpoint import expected_tensors, flat_name, is_nested, read_config, read_header
 from eyrie.checks import check_light, tell
 from eyrie.draft import flat_config, write_flat
+from eyrie.errors import in_one_line
 from eyrie.layouts import write_layout
 from eyrie.reference import draft_fields
 from eyrie.shape import DraftShape
@@ -166,4 +167,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("flatten"):
+        main()

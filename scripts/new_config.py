@@ -11,16 +11,19 @@ import sys
 from pathlib import Path
 
 from eyrie.config import ConfigError
+from eyrie.errors import in_one_line
 from eyrie.files import atomic, read_json
-from eyrie.memory import GIB, extraction_memory, row_fault
-from eyrie.plan import VerifierSizes, make_plan, read_verifier
+from eyrie.memory import GIB, extraction_memory, require_memory, row_fault
+from eyrie.plan import VerifierSizes, element_bytes, experts, make_plan, read_verifier
 from eyrie.rates import gpus_here
 from eyrie.reference import ROPE_TYPES, layer_fields
+from eyrie.verifier import refuse_unsupported
 from plan import read_config, summary
 
 MAX_LENGTH, MAX_NEW_TOKENS = 2048, 512
 # More sequences or tokens a step than these gain nothing on the largest of GPUs.
 MOST_SEQUENCES, MOST_TOKENS = 256, 8192
+MOST_GPUS = 16
 # A step's activations may take this much of a GPU's memory.
 ACTIVATIONS = 0.05
 
@@ -49,6 +52,11 @@ def draft_shape(text: dict) -> dict:
     return shape | {"rope_scaling": None if plain else scaling}
 
 
+def sequences(rows: int) -> int:
+    """The largest power of two of no more than `rows`."""
+    return min(MOST_SEQUENCES, 2 ** (rows.bit_length() - 1))
+
+
 def bounds(text: dict, weights: float, layers: int, gpus: int, memory: float, length: int) -> dict:
     """The largest bounds of prefill that a GPU of `memory` bytes takes, by powers of two: a step's
     activations in a small part of it, and rows of `length` tokens in what the weights leave.
@@ -65,8 +73,19 @@ def bounds(text: dict, weights: float, layers: int, gpus: int, memory: float, le
     if fault := row_fault(fit, usable, None, length):
         raise ValueError(fault)
     rows = fit.sequences(usable - fit.weights - fit.activations, length)
-    sequences = min(MOST_SEQUENCES, 2 ** (rows.bit_length() - 1))
-    return {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
+    return {"max_num_seqs": sequences(rows), "max_num_batched_tokens": tokens}
+
+
+def cpu_sequences(text: dict, layers: int, length: int) -> tuple[int, float]:
+    """How many rows of `length` tokens the cache of config.yaml takes on a CPU, and its GiB.
+
+    Raises:
+        ValueError: not one; with the arithmetic.
+    """
+    config = read_config([])
+    tokens, cache = config.extract.max_num_batched_tokens, config.extract.kv_cache_gib
+    fit = extraction_memory(text, 0, element_bytes(config), layers, 0, tokens)
+    return sequences(require_memory(fit, 0, cache * GIB, length)), cache
 
 
 def fewest_gpus(text: dict, weights: float, layers: int, memory: float, length: int) -> int:
@@ -96,6 +115,7 @@ def new_config(
         ValueError: the verifier does not fit, or has too few layers.
     """
     text = sizes.text
+    refuse_unsupported(text)
     number = text["num_hidden_layers"]
     if number < 4:
         raise ValueError(f"the verifier has {number} layers; three of them are to be told apart")
@@ -113,16 +133,26 @@ def new_config(
     draft_vocabulary = "full" if vocabulary <= 16_000 else min(32_000, vocabulary // 4)
     draft = draft_shape(text)
     heads = text["num_attention_heads"]
-    told = f"hidden / heads would be {text['hidden_size'] / heads:g}"
+    width = text["hidden_size"] / heads
+    told = "the verifier's" + (
+        "" if draft["head_dim"] == width else f"; not hidden / heads, {width:g}"
+    )
+    routed = experts(text)
+    dense = text.get("first_k_dense_replace") or not routed
+    scaled = draft["rope_scaling"] or not layer_fields(text)["rope_scaling"]
     why = {
         "num_attention_heads": "the verifier's",
         "num_key_value_heads": "the verifier's; of MLA as many as heads"
         if text.get("kv_lora_rank")
         else "the verifier's",
-        "head_dim": f"its values' width in MLA; {told}" if text.get("kv_lora_rank") else told,
-        "intermediate_size": "of the verifier's dense layers",
+        "head_dim": "the width of its values in MLA" if text.get("kv_lora_rank") else told,
+        "intermediate_size": "of the verifier's dense layers"
+        if dense
+        else f"of one of the verifier's {routed} experts; it has no dense layers",
         "rope_theta": "the verifier's",
-        "rope_scaling": "the verifier's, where training and vLLM compute it alike; else plain",
+        "rope_scaling": ("the verifier's" if draft["rope_scaling"] else "the verifier has none")
+        if scaled
+        else "the verifier's own is left out: training and vLLM do not compute it alike",
         "max_position_embeddings": "the verifier's",
         "rms_norm_eps": "the verifier's",
     }
@@ -143,7 +173,11 @@ def new_config(
         bench += "  runtime: 240  # a load for each method and draft tokens\n"
         known = f"  gpu_memory_gib: {memory:g}\n"
     else:
-        engine = "  gpus: 0  # the CPU"
+        rows, cache = cpu_sequences(text, len(ids) + 1, length)
+        engine = f"""\
+  gpus: 0  # the CPU
+  # A power of two: so many rows of {length:,} tokens fit into kv_cache_gib, {cache:g} GiB.
+  max_num_seqs: {rows}"""
         train = bench = known = ""
     return f"""\
 results: {json.dumps(results)}
@@ -193,6 +227,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     args = parser.parse_args()
     try:
+        if args.gpus is not None and not 0 <= args.gpus <= MOST_GPUS:
+            raise ValueError(f"--gpus: {args.gpus} is no number of GPUs of one machine")
         if args.out.exists():
             raise ValueError(f"{args.out} exists; name another file")
         sizes = read_verifier(args.verifier)
@@ -209,7 +245,7 @@ def main() -> None:
         else:
             known = f"  verifier: {json.dumps(str(args.verifier))}\n"
         here = [size / GIB for _, size in gpus_here()]
-        memory = args.gpu_memory or min(here, default=None)
+        memory = min(here, default=None) if args.gpu_memory is None else args.gpu_memory
         if memory is not None and not 0 < memory < math.inf:
             raise ValueError(f"--gpu-memory: {memory:g} is not the GiB of a GPU")
         results = f"results/{args.out.stem}"
@@ -218,8 +254,11 @@ def main() -> None:
             partial.write_text(text)
             config = read_config([partial])
             plan = make_plan(config, "1k")
-            if plan["faults"]:
-                raise ValueError("\n  ".join(plan["faults"]))
+            faults = plan["faults"]
+            if faults and memory is None:
+                faults += ["no GPU is here; for those of another machine give --gpu-memory GIB"]
+            if faults:
+                raise ValueError("\n  ".join(faults))
             head = f"# Written by scripts/new_config.py for {source}; goes over config.yaml.\n"
             partial.write_text(head + summary(plan) + text)
     except (ConfigError, OSError, ValueError, KeyError) as error:
@@ -228,4 +267,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("new_config"):
+        main()

@@ -1,5 +1,5 @@
 """Plan a run before anything is spent: tokens, bytes, memory of each device, hours, each with where
-it came from; what cannot work is refused with its arithmetic.
+it came from; what does not fit is refused with its arithmetic.
 
 Needs the config and the verifier's config.json alone.
 """
@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 from eyrie.config import ROOT, ConfigError, load_config, read_config_file, with_reference
+from eyrie.errors import in_one_line
 from eyrie.files import log_line, write_json
 from eyrie.memory import GIB
 from eyrie.plan import make_plan
@@ -168,7 +169,9 @@ def main() -> None:
         default=[],
         help="its folder, where it is not in the results' own",
     )
-    parser.add_argument("--json", type=Path, help="file to write the plan to")
+    parser.add_argument(
+        "--json", type=Path, help="file to write; plan_RUN.json in the config's results by default"
+    )
     parser.add_argument("--log", type=Path, help="gets a JSON line")
     args = parser.parse_args()
     try:
@@ -176,15 +179,15 @@ def main() -> None:
             load_config(json.loads(args.settings)) if args.settings else read_config(args.config)
         )
         plan = make_plan(config, args.run, free_bytes(config), *args.verifier[:1])
-        if args.json:
-            write_json(args.json, plan)
+        write_json(args.json or Path(config.results) / f"plan_{args.run}.json", plan)
         log_line(args.log, **{key: plan[key] for key in ("run", "seconds", "gpu_hours", "faults")})
     except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"plan: {error}")
     print(table(plan))
     if plan["faults"]:
-        sys.exit("plan: this cannot work\n" + "\n".join(f"  {fault}" for fault in plan["faults"]))
+        sys.exit("plan: this does not fit\n" + "\n".join(f"  {fault}" for fault in plan["faults"]))
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("plan"):
+        main()

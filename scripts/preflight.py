@@ -20,6 +20,7 @@ from eyrie import engine
 from eyrie.bench_prompts import BenchError, pick_prompts
 from eyrie.checkpoint import WEIGHTS
 from eyrie.checks import check_head, check_light, check_values, passed, result, tell
+from eyrie.errors import in_one_line
 from eyrie.files import log_line, sha256_file, write_json
 from eyrie.identity import read_identity
 from eyrie.loads import check_loads, import_vllm
@@ -240,10 +241,19 @@ def look(args, drafts: dict, verifier, beside) -> dict[str, list[dict]]:
         run: [
             *of_all,
             check_size(draft, verifier, always),
+            check_nodes(draft),
             *check_draft(args, draft, verifier, beside),
         ]
         for run, draft in drafts.items()
     }
+
+
+def check_nodes(draft) -> dict:
+    """Several machines, of which SLURM starts the training of one."""
+    alone = draft.nodes > 1 and "SLURM_JOB_ID" not in os.environ
+    found = f"{draft.nodes} and no SLURM job" if alone else draft.nodes
+    effect = "training does not start; take --workflow-profile profiles/slurm, or train.nodes 1"
+    return result("train.nodes", not alone, found, "1, or a job of SLURM", effect)
 
 
 def digest(args, options: list[str]) -> str:
@@ -265,6 +275,7 @@ def draft_parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-vocab-size", required=True)
     parser.add_argument("--ttt-steps", type=int, required=True)
     parser.add_argument("--layout", choices=["flat", "sglang", "speculators"], default="flat")
+    parser.add_argument("--nodes", type=int, default=1)
     return parser
 
 
@@ -341,4 +352,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("preflight"):
+        main()

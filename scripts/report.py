@@ -12,6 +12,7 @@ from pathlib import Path
 
 from eyrie.benchmark_page import benchmark
 from eyrie.checkpoint import WEIGHTS, read_header
+from eyrie.errors import in_one_line
 from eyrie.files import atomic
 from eyrie.markdown import to_markdown
 from eyrie.page import duration, fill, inline, positions, smoothing, write_page
@@ -247,4 +248,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("report"):
+        main()

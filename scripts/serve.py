@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from eyrie import engine
+from eyrie.errors import in_one_line
 from eyrie.figures import acceptance
 from eyrie.files import write_json
 from eyrie.gpus import hold_gpus
@@ -263,4 +264,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("serve"):
+        main()

@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from eyrie.chat import Chat, Row, load_tokenizer
 from eyrie.conversations import Conversation, Reject, name_of, read_conversation
+from eyrie.errors import in_one_line
 from eyrie.files import atomic, log_line, write_json
 from eyrie.prompts import read_prompts
 from eyrie.provenance import peak_rss_bytes
@@ -472,4 +473,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("shard"):
+        main()

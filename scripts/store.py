@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from eyrie import store
+from eyrie.errors import in_one_line
 
 
 def owners(folder: Path) -> dict[int, list[str]]:
@@ -78,4 +79,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("store"):
+        main()

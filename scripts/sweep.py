@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eyrie.checkpoint import WEIGHTS, read_header
 from eyrie.drawing import SERIES, canvas, finish, plot_positions, svg
+from eyrie.errors import in_one_line
 from eyrie.files import write_json
 from eyrie.page import fill, fixed, inline, plain, write_page
 from eyrie.results import CHECK, VOCAB, read_bench, read_result, read_training
@@ -196,4 +197,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("sweep"):
+        main()

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from eyrie.errors import in_one_line
 from eyrie.results import TABLE, again, read_result
 
 HEAD = ("draft tokens", "acceptance length", "tokens/s", "speed-up", "identical")
@@ -54,4 +55,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("table"):
+        main()

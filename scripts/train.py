@@ -30,6 +30,7 @@ from eyrie.draft import (
     write_flat,
 )
 from eyrie.engine import resolve_dtype
+from eyrie.errors import in_one_line
 from eyrie.files import (
     link_or_copy,
     log_line,
@@ -333,4 +334,5 @@ def train(args) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("train"):
+        main()

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from eyrie.chat import load_tokenizer
+from eyrie.errors import in_one_line
 from eyrie.files import log_line, write_json
 from eyrie.hidden import read_hidden_rows, split
 from eyrie.identity import read_identity
@@ -147,4 +148,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line("vocab"):
+        main()

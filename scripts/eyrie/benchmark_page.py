@@ -3,13 +3,16 @@
 All of it comes from the benchmark's summary and from the rows of its CSV.
 """
 
+import math
+
 import pandas as pd
 
 from eyrie import figures
 from eyrie.page import fixed
 
-# A gap between the acceptance length that training estimated and the one served that is no noise.
-GAP = 0.1
+# A gap between the acceptance length that training estimated and the one served that is no noise
+# where there are drafts enough to tell: by so many standard errors of the one served.
+GAP, ERRORS = 0.1, 3
 
 
 def times(speedup: float) -> str:
@@ -24,8 +27,14 @@ def verdict(bench: dict) -> dict:
     baseline = next(m for m in methods if m["method"] == "baseline")
     draft = next(m for m in methods if m["method"] == "eagle3")
     speedup = draft["speedup"]
+    low, high = draft["spread"] or (speedup, speedup)
     if f"{speedup:.2f}" == "1.00":
         claim = "Serving is no faster with the draft"
+    elif low < 1 < high:
+        claim = (
+            f"Serving with the draft cannot be told from serving without: {times(speedup)}, where "
+            f"nine in ten lie from {low:.2f} to {high:.2f}"
+        )
     elif speedup < 1:
         claim = f"Serving is slower with the draft, {times(speedup)}"
     else:
@@ -95,6 +104,15 @@ def categories(bench: dict, measurements: pd.DataFrame) -> list[dict]:
     return figures.by_category(main.to_dict("records"))
 
 
+def standard_error(held_out: dict) -> float:
+    """Of the acceptance length served, each draft being taken for one observation: of its accepted
+    tokens X, E[X] = sum p_k and E[X^2] = sum (2k - 1) p_k, p_k being the share of drafts of which
+    k or more are accepted."""
+    shares = held_out["acceptance_per_position"]
+    square = sum((2 * k - 1) * share for k, share in enumerate(shares, 1))
+    return math.sqrt(max(square - sum(shares) ** 2, 0) / max(held_out["drafts"], 1))
+
+
 def benchmark(bench: dict, measurements: pd.DataFrame, supervised_tokens: int) -> dict:
     """Return what templates/benchmark.html shows; `supervised_tokens` are those trained on."""
     held_out = bench["held_out"]
@@ -103,6 +121,6 @@ def benchmark(bench: dict, measurements: pd.DataFrame, supervised_tokens: int) -
         "verdict": verdict(bench),
         "categories": categories(bench, measurements),
         "gap": gap,
-        "apart": held_out is not None and abs(gap) > GAP,
+        "apart": held_out is not None and abs(gap) > max(GAP, ERRORS * standard_error(held_out)),
         "supervised_tokens": supervised_tokens,
     }

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -251,7 +252,8 @@ class Run(Block):
 
 
 class Config(Block):
-    results: str
+    # A rule makes results/x, and not results//x.
+    results: Annotated[str, AfterValidator(lambda path: path and os.path.normpath(path))]
     verifier: Verifier
     # One source may stand without a list.
     conversations: Annotated[
@@ -305,12 +307,31 @@ def _known_keys(path: tuple) -> list[str]:
     return list(model.model_fields)
 
 
+# What others call a key.
+USUAL = {
+    "learning_rate": "lr",
+    "num_epochs": "epochs",
+    "max_seq_len": "total_seq_len",
+    "vocab_size": "draft_vocab_size",
+    "num_speculative_tokens": "draft_tokens",
+    "tensor_parallel_size": "gpus",
+    "gpu": "gpus",
+}
+
+
 def _explain(error: dict) -> str:
     *block, key = error["loc"]
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(key), _known_keys(tuple(block)), n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        known = {k: k for k in _known_keys(tuple(block))}
+        # A key that stands in no block, or is called so elsewhere.
+        blocks = {} if block else Config.model_fields
+        for other in ("shard", "extract", "vocab", "draft", "train", "bench") if blocks else ():
+            known |= {k: f"{other}.{k}" for k in _known_keys((other,)) if k not in known}
+        usual = {k: v for k, v in USUAL.items() if v in known}
+        usual |= {k: known[v] for k, v in USUAL.items() if v in known}
+        near = difflib.get_close_matches(str(key), [*usual, *known], n=1, cutoff=0.6)
+        hint = f"; did you mean {(usual | known)[near[0]]}?" if near else ""
         return f"{name}: there is no such key{hint}"
     if error["type"] == "missing":
         return f"{name}: missing"
@@ -443,7 +464,7 @@ def _text_problems(value, path: str = "") -> list[str]:
 
 def missing_files(config: Config) -> list[str]:
     """Files and folders that the config names and that are not there, with their keys; and what is
-    in the place of the results' folder. Snakemake would leave out the job that reads them where its
+    wrong with the results' folder. Snakemake would leave out the job that reads them where its
     output is there already. What lies in the results a rule may be about to make."""
     named = {"verifier.chat_template": config.verifier.chat_template}
     for name, run in config.runs.items():
@@ -458,6 +479,21 @@ def missing_files(config: Config) -> list[str]:
     results = Path(config.results)
     place = next(p for p in (results, *results.parents) if os.path.lexists(p))
     blocked = [] if os.path.isdir(place) else [f"results: {place} is in the way, and no folder"]
+    written = [place, *(results / name for name in ("logs", ".state", "data"))]
+    blocked += [
+        f"results: {path} may not be written to; change its mode, or name another folder"
+        for path in written
+        if os.path.isdir(path) and not os.access(path, os.W_OK)
+    ]
+    sources = {f"conversations.{i}": block for i, block in enumerate(config.conversations)}
+    for name, block in ({"verifier": config.verifier, "prompts": config.prompts} | sources).items():
+        kind, _, spec = block.source.partition(":")
+        place = os.path.realpath(os.path.expanduser(spec))
+        if kind == "path" and Path(place).is_relative_to(made):
+            blocked.append(
+                f"{name}.source: {spec} lies in the results, {config.results}, where what is made "
+                "anew is deleted first: move it, or name another folder for `results`"
+            )
     return blocked + [
         f"{key}: {path}: no such file or folder"
         for key, path in named.items()

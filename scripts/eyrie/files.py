@@ -8,6 +8,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+# It is told only by setting it.
+os.umask(UMASK := os.umask(0o022))
+
 
 def fsync_path(path: Path) -> None:
     """Flush a file or a folder's entries to disk, so that a rename survives a power cut."""
@@ -28,7 +33,12 @@ def atomic(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:
-        yield partial
+        try:
+            yield partial
+        except SafetensorError as error:  # of a full disk, too
+            raise OSError(f"{path}: cannot be written ({error})") from None
+        # safetensors' files are the owner's alone.
+        os.chmod(partial, 0o666 & ~UMASK)
         fsync_path(partial)
         os.replace(partial, path)
     finally:

@@ -56,6 +56,9 @@ def hold(paths: Iterable[str]) -> list:
 
     The system drops the locks when this process and those forked from it have ended, in whatever
     way. Returns the open files.
+
+    Raises:
+        ValueError: one of them is no file of ours.
     """
     for process in end_orphans():
         print(f"ended process {process}, left by a job that was killed", file=sys.stderr)
@@ -63,7 +66,10 @@ def hold(paths: Iterable[str]) -> list:
     files = []
     # In one order, so that no two jobs wait for each other.
     for path in sorted(paths):
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
+        try:
+            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
+        except OSError as error:
+            raise ValueError(f"{error}: what keeps GPU jobs apart; delete it") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

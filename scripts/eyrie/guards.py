@@ -1,10 +1,11 @@
 """What Snakemake itself does not see to: jobs that end whole, a limit on GPUs that nobody has to
-set, and words for what it says too shortly.
+set, and words for what it says too shortly or not at all.
 
 `workflow` is Snakemake's own, of the version that the Snakefile asks for; tests/workflow holds each
 of these to what it is for.
 """
 
+import json
 import os
 import shlex
 import sys
@@ -12,34 +13,24 @@ from pathlib import Path
 
 from snakemake.resources import Resource
 
+from eyrie.config import Config
+from eyrie.files import read_json
 from eyrie.jobs import runs_here
+from eyrie.plan import make_plan
 
 SCRIPTS = Path(__file__).parents[1]
-KILLED = (
-    "killed by signal 9, most often for want of memory: lower extract.max_num_seqs or kv_cache_gib"
-)
 
 
 def shell_prefix() -> str:
-    """What each job's shell begins with. Rules run `python "$SCRIPTS/stage.py"`: the Python that
-    runs Snakemake, and its checkout wherever it lies; in params these paths would rerun everything
-    once the checkout has moved. Beside each job runs what ends its processes with it and with
-    Snakemake."""
-    python = shlex.quote(sys.executable)
-    return (
-        # Snakemake's own, which a prefix replaces.
-        "set -euo pipefail; "
-        f"trap '[ $? != 137 ] || echo {KILLED} >&2' EXIT; "
-        f"{python} -SE {shlex.quote(str(SCRIPTS / 'eyrie/jobs.py'))} $$ $PPID & "
-        # speculators tells by loguru of each weight that it looks for.
-        f"export SCRIPTS={shlex.quote(str(SCRIPTS))} EYRIE_JOB=$$:$PPID LOGURU_LEVEL=ERROR "
-        # Huge pages make a CPU's products 5 to 8% faster.
-        "GLIBC_TUNABLES=${{GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}} "
-        f"PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; "
-    )
+    """What each job's shell begins with: rules/job.sh, told which Python runs Snakemake and where
+    its checkout lies, for rules run `python "$SCRIPTS/stage.py"`. In params these paths would rerun
+    everything once the checkout has moved."""
+    job = shlex.quote(str(SCRIPTS.parent / "rules/job.sh"))
+    told = f"SCRIPTS={shlex.quote(str(SCRIPTS))} PYTHON={shlex.quote(sys.executable)}"
+    return f"export {told}; . {job}; "
 
 
-def limit_gpus(workflow, needed: int) -> None:
+def limit_gpus(workflow, needed: int, on_cluster: bool) -> None:
     """Let jobs that together need more than `needed` GPUs wait for each other, where no profile and
     no option says how many there are; end where one says fewer.
 
@@ -54,8 +45,8 @@ def limit_gpus(workflow, needed: int) -> None:
             "(`resources: gpu` of the profile). With that many on this machine, add --resources "
             f"gpu={needed}; on a cluster take --workflow-profile, which replaces profiles/default"
         )
-    # `nodes` is the number of jobs on a cluster, which has its own queue.
-    elif "gpu" not in limits and workflow.resource_settings.nodes is None:
+    # A cluster has its own queue.
+    elif "gpu" not in limits and not on_cluster:
         limits["gpu"] = Resource("gpu", needed)
 
 
@@ -67,13 +58,80 @@ def look_into_buckets(workflow) -> None:
         bucket.get_storage_object_cls().is_dir = lambda folder: any(folder.get_subkeys())
 
 
-def advise_of_lock() -> None:
-    """Say with which command a lock can be removed, and when; Snakemake says only that it can."""
-    locked = any(Path(".snakemake/locks").glob("*"))
-    if locked and "--unlock" not in sys.argv and not runs_here():
-        print(
-            "A run that was killed, or one on another machine, has locked this folder. To go on "
-            "after a kill, unlock it and run again:\n    "
-            f"{shlex.join([*sys.argv, '--unlock'])}",
-            file=sys.stderr,
+def asked_for(workflow, config: Config, default: str) -> list[str]:
+    """The runs that the targets name, known once all rules are read. A job on another machine has
+    its own outputs for targets: it takes what Snakemake was asked for, or, in a pod, all runs."""
+    if workflow.remote_exec:
+        return json.loads(os.environ.get("EYRIE_ASKED", json.dumps(list(config.runs))))
+    names = set()
+    for target in workflow.dag_settings.targets or [default]:
+        for part in Path(target).parts:
+            _, _, name = part.partition("_")
+            names |= {name, Path(name).stem}
+    names |= set(config.sweep) if "sweep" in names else set()
+    asked = [run for run in config.runs if run in names]
+    os.environ["EYRIE_ASKED"] = json.dumps(asked)
+    return asked
+
+
+def require_whole(folder: Path) -> None:
+    """End where a file of a checkpoint is gone. Snakemake looks at the folder alone, and would take
+    what is left for done."""
+    if not folder.exists():
+        return
+    manifest = folder / "manifest.json"
+    try:
+        files = read_json(manifest, "files")["files"] if manifest.exists() else ["manifest.json"]
+    except ValueError as error:
+        sys.exit(f"{error}; delete {folder}, and it is put there again")
+    if gone := [name for name in files if not (folder / name).exists()]:
+        sys.exit(
+            f"{folder}: {gone[0]} is gone; delete the folder, and it is put there again from what "
+            "was trained, or trained again"
         )
+
+
+def require_fit(config: Config, runs: list[str]) -> None:
+    """End where the plan of what is still to be extracted does not fit."""
+    for run in runs:
+        states = Path(config.results) / f"data/{config.runs[run].data}/hidden.json"
+        try:
+            faults = [] if states.exists() else make_plan(config, run)["faults"]
+        except ValueError as error:
+            sys.exit(str(error))
+        if faults:
+            sys.exit(f"run {run} does not fit\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+# This machine since it was started, and the container in it: a process id is one's of these.
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+HERE = f"{BOOT} {os.readlink('/proc/self/ns/pid')}"
+# Where the runs are that may hold this folder's locks, a line each.
+HOLDERS = Path(".snakemake/eyrie-holders")
+
+
+def free_of_locks() -> None:
+    """Remove the locks that killed runs have left in this folder, and say so. Where one of another
+    machine may be running there, say with which command to remove them, and when."""
+    locks = [path for path in Path(".snakemake/locks").glob("*") if path.is_file()]
+    if "--unlock" in sys.argv or runs_here():
+        return
+    held_here = HOLDERS.exists() and set(HOLDERS.read_text().splitlines()) == {HERE}
+    if not locks or held_here:
+        for path in (*locks, HOLDERS):
+            path.unlink(missing_ok=True)
+        if locks:
+            print("removed the lock of a run that was killed in this folder", file=sys.stderr)
+        return
+    print(
+        "A run on another machine or on a cluster, or one that was killed, has locked this folder. "
+        f"To go on once its jobs have ended, unlock it and run again:\n    {shlex.join([*sys.argv, '--unlock'])}",
+        file=sys.stderr,
+    )
+
+
+def tell_holder(on_cluster: bool) -> None:
+    """Note for `free_of_locks` where the jobs run that this folder is locked for. A cluster's outlive
+    Snakemake."""
+    with open(HOLDERS, "a") as file:
+        file.write("a cluster\n" if on_cluster else f"{HERE}\n")

@@ -1,7 +1,7 @@
 """A job's processes end with it, and the job ends with Snakemake.
 
 Snakemake cannot end its jobs when it is killed, and neither can a job whose workers, an engine's
-or torchrun's, do not watch it. So rules/common.smk has `python jobs.py JOB SNAKEMAKE` run beside
+or torchrun's, do not watch it. So rules/job.sh has `python jobs.py JOB SNAKEMAKE` run beside
 each job, and every process of the job carries MARK in the environment that it was started with.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 MARK = b"EYRIE_JOB="  # then the process ids of the job's shell and of its Snakemake, as 12:10
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL: training saves its state in them
 POLL = 0.05
+ENDING = 2.0  # seconds in which what a job that is done has left, as a forkserver, ends by itself
 
 
 def running() -> dict[int, list[int]]:
@@ -82,10 +83,13 @@ def main() -> None:
         watched = [os.pidfd_open(job), os.pidfd_open(snakemake)]
     except ProcessLookupError:
         watched = []
-    if watched:
-        gone, _, _ = select.select(watched, [], [])
-        if watched[0] not in gone:
-            signal.pidfd_send_signal(watched[0], signal.SIGTERM)
+    gone = select.select(watched, [], [])[0] if watched else []
+    if watched and watched[0] not in gone:
+        signal.pidfd_send_signal(watched[0], signal.SIGTERM)
+    elif watched:
+        late = time.monotonic() + ENDING
+        while time.monotonic() < late and any(number == job for number, _ in running().values()):
+            time.sleep(POLL)
     ended = end(lambda number, _: number == job)
     if ended:
         print(f"ended what was left of job {job}: {', '.join(ended)}", file=sys.stderr)

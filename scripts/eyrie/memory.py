@@ -101,13 +101,19 @@ def row_fault(memory: Memory, device: float, cache: float | None, length: int) -
 
 
 def bound_fault(
-    memory: Memory, device: float, cache: float | None, max_num_seqs: int, mean: float, longest: int
+    memory: Memory,
+    device: float,
+    cache: float | None,
+    max_num_seqs: int,
+    rows: int,
+    mean: float,
+    longest: int,
 ) -> str | None:
-    """Why `max_num_seqs` rows of the `mean` length do not fit into the engine's cache together, or
-    None if they do. More than fit are begun and thrown out again, and their states in flight run a
-    device out of memory, so the bound must mean something."""
+    """Why `max_num_seqs` rows of the `mean` length, of no more than there are, do not fit into the
+    engine's cache together, or None if they do. More than fit are begun and thrown out again, and
+    their states in flight run a device out of memory, so the bound must mean something."""
     free, given = cache_bytes(memory, device, cache)
-    if max_num_seqs <= memory.sequences(free, mean):
+    if min(max_num_seqs, rows) <= memory.sequences(free, mean):
         return None
     return (
         f"extract.max_num_seqs {max_num_seqs:,} x {mean:,.0f} tokens a row x {memory.token:,.0f} "

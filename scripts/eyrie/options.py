@@ -36,6 +36,7 @@ def drafts(config: Config, runs: list[str]) -> str:
         size, train = config.runs[run].vocab.draft_vocab_size, config.runs[run].train
         options[run] = [*draft_shape(config, run), "--draft-vocab-size", str(size)]
         options[run] += ["--ttt-steps", str(train.ttt_steps), "--layout", train.layout]
+        options[run] += ["--nodes", str(train.nodes)]
     return json.dumps(options)
 
 

@@ -26,6 +26,7 @@ from eyrie.memory import (
     extraction_memory,
     row_fault,
 )
+from eyrie.misfit import misfit
 from eyrie.rates import device_name, gpus_here, measured, passes, read_rates
 from eyrie.verifier import draft_size, extraction_ids, text_config, weight_bytes
 
@@ -59,6 +60,12 @@ class VerifierSizes:
         return self.text["hidden_size"]
 
 
+def experts(text: dict) -> int:
+    """The routed experts of a layer; 0 where all layers are dense."""
+    keys = ("n_routed_experts", "num_experts", "num_local_experts")
+    return next((text[k] for k in keys if text.get(k)), 0)
+
+
 def parameters(text: dict) -> tuple[float, float]:
     """A text model's parameters, all of them and those that one token uses, embeddings not among
     these. Norms and biases are left out.
@@ -80,29 +87,40 @@ def parameters(text: dict) -> tuple[float, float]:
         width = text.get("head_dim") or hidden // heads
         attention = 2 * hidden * width * (heads + (text.get("num_key_value_heads") or heads))
     dense = 3 * hidden * text["intermediate_size"]
-    keys = ("n_routed_experts", "num_experts", "num_local_experts")
-    experts = next((text[k] for k in keys if text.get(k)), 0)
-    sparse = text["num_hidden_layers"] - text.get("first_k_dense_replace", 0) if experts else 0
+    routed = experts(text)
+    sparse = text["num_hidden_layers"] - (text.get("first_k_dense_replace") or 0) if routed else 0
     expert = 3 * hidden * (text.get("moe_intermediate_size") or text["intermediate_size"])
     shared = text.get("n_shared_experts") or 0
     head = text["vocab_size"] * hidden
     common = text["num_hidden_layers"] * attention
     common += (text["num_hidden_layers"] - sparse) * dense + sparse * shared * expert
     embeddings = 0 if text.get("tie_word_embeddings") else head
-    used = common + sparse * text.get("num_experts_per_tok", 0) * expert + head
-    return common + sparse * experts * expert + head + embeddings, used
+    used = common + sparse * (text.get("num_experts_per_tok") or 0) * expert + head
+    return common + sparse * routed * expert + head + embeddings, used
 
 
 def bits(config: dict) -> float:
-    """Bits of a weight on disk: of its quantization_config, else 16. Scales are left out."""
+    """Bits of a weight on disk: of its quantization_config, else 16. Scales are left out.
+
+    Raises:
+        ValueError: it is not as any quantizer writes it.
+    """
     quantization = config.get("quantization_config") or {}
-    groups = quantization.get("config_groups") or {}
-    found = [g["weights"]["num_bits"] for g in groups.values() if g.get("weights")]
-    found += [quantization[k] for k in ("bits", "num_bits") if quantization.get(k)]
-    return min(found, default=8 if quantization.get("quant_method") == "fp8" else 16)
+    try:
+        groups = quantization.get("config_groups") or {}
+        found = [g["weights"]["num_bits"] for g in groups.values() if g.get("weights")]
+        found += [quantization[k] for k in ("bits", "num_bits", "w_bit") if quantization.get(k)]
+        found += [4] if quantization.get("load_in_4bit") else []
+        named = quantization.get("quant_method")
+        width = min(found, default={"fp8": 8, "mxfp4": 4, "bitsandbytes": 8}.get(named, 16))
+        if not 0 < width <= 32:
+            raise ValueError(f"{width} bits")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"quantization_config: no bits of a weight in it ({error!r})") from None
+    return width
 
 
-# What a plan reads of a text model's config, and of one with MLA.
+# What a plan reads of a text model's config: of every one, of one with MLA, and where it is there.
 SIZES = {
     "hidden_size",
     "intermediate_size",
@@ -111,6 +129,22 @@ SIZES = {
     "vocab_size",
 }
 MLA_SIZES = {"qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+MORE_SIZES = {"num_key_value_heads", "head_dim", "kv_lora_rank", "q_lora_rank"}
+MORE_SIZES |= {"n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok"}
+MORE_SIZES |= {"moe_intermediate_size", "n_shared_experts", "first_k_dense_replace"}
+
+
+def wrong_sizes(text: dict) -> str | None:
+    """What of a text model's sizes is no size, or None."""
+    least = dict.fromkeys(SIZES, 1) | dict.fromkeys(MLA_SIZES | MORE_SIZES, 0)
+    for key, minimum in sorted(least.items()):
+        value = text.get(key)
+        given = value is not None or key in SIZES or (key in MLA_SIZES and text.get("kv_lora_rank"))
+        if given and (type(value) is not int or value < minimum):
+            return f"{key} is {value!r:.40}, and a model has {minimum} or more"
+    if (text.get("first_k_dense_replace") or 0) > text["num_hidden_layers"]:
+        return f"first_k_dense_replace is more than the {text['num_hidden_layers']} layers"
+    return None
 
 
 def read_verifier(path: Path) -> VerifierSizes | None:
@@ -127,14 +161,13 @@ def read_verifier(path: Path) -> VerifierSizes | None:
     config = read_json(file)
     known = config.get("weight_bytes")
     config = config.get("config", config)
+    if not isinstance(config, dict) or misfit(known, (int,)) or (known or 1) < 1:
+        raise ValueError(f"{file}: `config` is to be an object, `weight_bytes` a whole number")
     text = text_config(config, file)
     if (SIZES | (MLA_SIZES if text.get("kv_lora_rank") else set())) - text.keys():
         return None
-    wrong = [
-        f"{k} is {text[k]}" for k in sorted(SIZES) if not str(text[k]).isdecimal() or not text[k]
-    ]
-    if wrong:
-        raise ValueError(f"{file}: {', '.join(wrong)}; a model has one or more")
+    if wrong := wrong_sizes(text):
+        raise ValueError(f"{file}: {wrong}")
     index = path / "model.safetensors.index.json"
     if there := weight_bytes(path):
         return VerifierSizes(text, there, "of its files")
@@ -193,6 +226,12 @@ def count_tokens(config: Config, data: str) -> dict:
         }[name]
         keys = (key, "answers", "tokens", *more)
         there = [(path, read_json(path, *keys)) for path in paths if path.exists()]
+        for path, counted in there:
+            numbers = {k: counted[k] for k in (key, "tokens", *more)}
+            wrong = misfit(numbers, dict.fromkeys(numbers, int))
+            if wrong or min(numbers.values()) < 0 or not numbers[key]:
+                wrong = wrong or f"{numbers}, of which none can be"
+                raise ValueError(f"{path}: {wrong}; delete it, and make it again")
         # The answers of a verifier say nothing of the data's own.
         there = [(p, d) for p, d in there if bool(d["answers"] not in (0, "dataset")) == generated]
         own = [pair for pair in there[:1] if pair[0] == paths[0]]
@@ -313,13 +352,13 @@ def held_out_tokens(config: Config, bench) -> int:
     return config.shard.max_new_tokens if answered else bench.max_new_tokens
 
 
-def benchmark(bench, held_out_tokens: int) -> tuple[int, int]:
+def benchmark(bench, held_out_rows: int, held_out_tokens: int) -> tuple[int, int]:
     """(tokens that a benchmark writes at most, engines that it loads)."""
     kinds = bench_methods(bench)
     sets = {
         name: [{"later": [None] * (bench.turns - 1)}] * bench.prompts
         for name in ["", *bench.prompt_files]
-    } | {HELD_OUT: [{"later": []}] * bench.held_out_prompts}
+    } | {HELD_OUT: [{"later": []}] * min(bench.held_out_prompts, held_out_rows)}
     tokens = 0
     for one in passes_of(bench, sets):
         held_out = one["set"] == HELD_OUT
@@ -408,7 +447,8 @@ def times(config: Config, run, sizes: VerifierSizes, tokens: dict, lines: list[d
     warm_up = min(train.ttt_warmup_epochs, train.epochs)
     trained = tokens["total"] * (1 - train.held_out)
     work = trained * (warm_up * passes(1) + (train.epochs - warm_up) * passes(train.ttt_steps))
-    served, engines = benchmark(bench, held_out_tokens(config, bench))
+    held_out = max(round(tokens["rows"] * train.held_out), 1)
+    served, engines = benchmark(bench, held_out, held_out_tokens(config, bench))
     batches = max(train.gpus, 1) * train.nodes * train.gradient_accumulation
     steps = train.epochs * math.ceil(trained / (FILLED * train.total_seq_len * batches))
     generated = tokens["generated"]
@@ -488,6 +528,7 @@ def make_plan(
         "run": name,
         "data": run.data,
         "verifier": config.verifier.source,
+        "heads": sizes.text["num_attention_heads"],
         "parameters": {"verifier": round(parameters(sizes.text)[0])}
         | {"draft": draft_parameters(run, sizes.text, layers - 1)[1]},
         "tokens": tokens | {"a_row": round(mean, 1), "longest_row": config.shard.max_length},
@@ -528,6 +569,8 @@ def make_plan(
             "free": free_bytes,
         },
         "times": spent,
+        # Then rates may be the run's own.
+        "trained": (Path(config.results) / f"ckpt_{name}/manifest.json").exists(),
         "seconds": round(sum(row["seconds"] for row in spent), 1),
         "gpu_hours": round(sum(row["seconds"] * row["gpus"] for row in spent) / 3600, 3),
     }
@@ -535,13 +578,19 @@ def make_plan(
 
 
 def faults(config: Config, plan: dict) -> list[str]:
-    """What cannot work in a plan, each with its arithmetic and the way out; empty if nothing.
+    """What does not fit in a plan, each with its arithmetic and the way out; empty if nothing.
 
     Memory is judged where the device's is known: one row of the longest, the rows at once, training
     on a GPU of the same kind, and on a CPU the whole machine. Disk is judged where `free` is known.
     """
     memory, disk = plan["memory"], plan["disk"]
-    found = []
+    bench = config.runs[plan["run"]].bench
+    found = [
+        f"{key}.gpus: vLLM divides the verifier's {plan['heads']} attention heads among GPUs, and "
+        f"{gpus} does not divide them; take a number that does"
+        for key, gpus in {"extract": config.extract.gpus, "bench": bench.gpus}.items()
+        if gpus and plan["heads"] % gpus
+    ]
     if memory["device_bytes"] is not None:
         found += device_faults(config, plan)
     if disk["free"] is not None:
@@ -561,10 +610,10 @@ def device_faults(config: Config, plan: dict) -> list[str | None]:
         activations=memory["activations_bytes"],
     )
     room = (memory["usable_bytes"], None if on_gpu else config.extract.kv_cache_gib * GIB)
-    mean = plan["tokens"]["a_row"]
+    mean, rows = plan["tokens"]["a_row"], plan["tokens"]["rows"]
     found = [
         row_fault(fit, *room, longest)
-        or bound_fault(fit, *room, config.extract.max_num_seqs, mean, longest)
+        or bound_fault(fit, *room, config.extract.max_num_seqs, rows, mean, longest)
     ]
     if on_gpu and config.runs[plan["run"]].train.gpus and memory["training_bytes"] > device:
         found.append(

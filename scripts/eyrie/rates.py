@@ -19,8 +19,18 @@ import subprocess
 from pathlib import Path
 
 from eyrie.files import log_line
+from eyrie.misfit import misfit
 
-KEYS = ("stage", "verifier", "gpus", "device", "amount", "seconds", "of", "at")
+LINE = {
+    "stage": str,
+    "verifier": str,
+    "gpus": int,
+    "device": (str,),
+    "amount": float,
+    "seconds": float,
+    "of": str,
+    "at": str,
+}
 
 
 def gpus_here() -> list[tuple[str, int]]:
@@ -57,7 +67,7 @@ def record_rate(
     path: Path | None, stage: str, verifier: str, gpus: int, amount: float, seconds: float, of: str
 ) -> None:
     """Append what a stage took, if it did anything."""
-    if not amount or seconds <= 0:
+    if not amount or seconds < 0.005:
         return
     log_line(
         path,
@@ -88,9 +98,11 @@ def measured(
     ]
     if not found:
         return None
-    rate = sum(line["amount"] for line in found) / sum(line["seconds"] for line in found)
+    amount = sum(line["amount"] for line in found)
     runs = ", ".join(dict.fromkeys(line["of"] for line in found))
-    return rate, f"measured in {runs}, last on {found[-1]['at']}"
+    over = f"{amount / 1e9:,.2f} GB" if stage == "load" else f"{amount:,.0f} tokens"
+    source = f"measured in {runs}, {over}, last on {found[-1]['at']}"
+    return amount / sum(line["seconds"] for line in found), source
 
 
 def read_rates(path: Path) -> list[dict]:
@@ -105,9 +117,12 @@ def read_rates(path: Path) -> list[dict]:
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
             line = json.loads(text)
-            found.append({key: line[key] for key in KEYS})
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path}: line {number} is no measurement ({error}); delete that line"
-            ) from None
+            wrong = misfit(line, LINE)
+            if not wrong and min(line["amount"], line["seconds"]) <= 0:
+                wrong = "amount and seconds must be more than 0"
+        except ValueError as error:
+            wrong = str(error)
+        if wrong:
+            raise ValueError(f"{path}: line {number} is no measurement ({wrong}); delete that line")
+        found.append(line)
     return found

@@ -5,6 +5,7 @@ After vLLM's llama_eagle3: the state of token p and the embedding of token p + 1
 and each further step takes the state that the draft itself made.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,9 +179,12 @@ def acceptance_length(accepted: list[np.ndarray]) -> float:
 
 def gain(ours: list[np.ndarray], other: list[np.ndarray]) -> tuple[float, float]:
     """How much longer `other` accepts at the same positions, and that mean's standard error, the
-    positions of a passage being taken for one observation."""
+    positions of a passage being taken for one observation; infinite for a single passage."""
     differences = [(b.sum(1) - a.sum(1)).sum() for a, b in zip(ours, other, strict=True)]
     counts = np.array([len(a) for a in ours])
     mean = sum(differences) / counts.sum()
-    error = np.sqrt(np.square(differences - mean * counts).sum()) / counts.sum()
-    return float(mean), float(error)
+    number = len(counts)
+    if number < 2:
+        return float(mean), math.inf
+    squares = np.square(differences - mean * counts).sum() * number / (number - 1)
+    return float(mean), float(np.sqrt(squares) / counts.sum())

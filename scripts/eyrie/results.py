@@ -172,6 +172,7 @@ HIDDEN = {
 PARTS = {"load", "extract", "train", "bench", "bench loads"}
 PLAN = {
     "run": str,
+    "trained": bool,
     "tokens": {"total": float, "source": str},
     "states": {"kept_as": {"bf16", "fp8"}, "bf16_bytes": float, "fp8_bytes": float},
     "memory": {"device_source": str, "host_bytes": {"extract": float}},

@@ -62,8 +62,8 @@ def extraction_ids(layer_ids: list[int], last: int) -> list[int]:
     if layer_ids != sorted(set(layer_ids)) or not 0 < layer_ids[0] <= layer_ids[-1] < last:
         raise ValueError(
             f"layer_ids {layer_ids}: give ascending ids between 1 and {last - 1} (the verifier "
-            f"has {last} layers; id k is the state that enters layer k). vLLM's default would "
-            f"be {[2, last // 2, last - 3]}"
+            f"has {last} layers; id k is the state that enters layer k)"
+            + (f". vLLM's default is {[2, last // 2, last - 3]}" if last > 6 else "")
         )
     return [*layer_ids, last]
 

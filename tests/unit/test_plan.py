@@ -176,7 +176,9 @@ def test_what_was_measured_goes_before_a_default(tmp_path):
     after = {row["part"]: row for row in make_plan(config, "1k")["times"]}
     # 171,000 answer tokens at what both runs together had.
     assert after["extract"]["seconds"] == pytest.approx(171_000 * 1_100 / 101_000, abs=0.1)
-    assert after["extract"]["source"].startswith("measured in data 10, data 1k, last on ")
+    assert after["extract"]["source"].startswith(
+        "measured in data 10, data 1k, 101,000 tokens, last on "
+    )
     assert after["train"]["rate"] == pytest.approx(500)
     assert after["load"]["source"] == after["bench"]["source"] == "default"
     given = copy.deepcopy(config)

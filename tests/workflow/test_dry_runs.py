@@ -11,6 +11,8 @@ from tiny_job import REPORT, ROOT, forked_snakemake, jobs_of, snakemake
 from tiny_kimi import make_tiny_kimi
 from transformers import GemmaConfig
 
+SWEEP = "results/report_sweep.html"
+
 
 @pytest.mark.parametrize(
     "config, message",
@@ -85,14 +87,14 @@ def dry_run(folder: Path, config: Path | None, target: str) -> str:
     return output
 
 
-def plan(folder: Path, *arguments: str) -> str:
+def plan(folder: Path, target: str, *arguments: str) -> str:
     snakemake = Path(sys.executable).with_name("snakemake")
-    command = [snakemake, "-n", "-j", "8", "-s", ROOT / "Snakefile", "results/report_sweep.html"]
+    command = [snakemake, "-n", "-j", "8", "-s", ROOT / "Snakefile", target]
     return forked_snakemake(folder, list(map(str, [*command, *arguments])))[1]
 
 
 def test_a_sweep_of_one_data_set_extracts_once(tmp_path):
-    output = plan(tmp_path)
+    output = plan(tmp_path, SWEEP)
     counts = re.findall(r"^(extract_\w+|train|report\w*) +(\d+)$", output, re.MULTILINE)
     assert dict(counts) == {"extract_1k": "1", "train": "2", "report_sweep": "1"}
 
@@ -105,13 +107,22 @@ def test_a_sweep_of_one_data_set_extracts_once(tmp_path):
     ],
 )
 def test_a_sweep_of_no_run_is_an_error(tmp_path, sweep, message):
-    output = plan(tmp_path, "--config", f"sweep={sweep}")
+    output = plan(tmp_path, SWEEP, "--config", f"sweep={sweep}")
     assert message in output and ".smk" not in output and "Traceback" not in output
 
 
 def test_a_run_that_is_not_defined_is_an_error_without_frames(tmp_path):
     output = plan(tmp_path, "results/report_2k.html")
     assert "run '2k' is not defined: the config has 10, 1k" in output
+    assert ".smk" not in output and "Traceback" not in output
+
+
+def test_rows_that_do_not_fit_together_are_refused_before_anything_runs(tmp_path):
+    config = f"--configfile={ROOT / 'configs/kimi_k25.yaml'}"
+    target = "results/kimi_k25/ckpt_1k"
+    output = plan(tmp_path, target, config, "--config", "extract={max_num_seqs: 2000}")
+    assert "max_num_seqs 2,000 x 503 tokens a row x 127,616 bytes" in output
+    assert "hold 113 such rows" in output and "Plan:" not in output
     assert ".smk" not in output and "Traceback" not in output
 
 

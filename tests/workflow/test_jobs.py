@@ -31,6 +31,14 @@ rule killed:
     output: "killed"
     shell: '''python -c "import os; os.kill(os.getpid(), 9)"'''
 
+rule failing:
+    output: "shared/failed"
+    shell: "exit 3"
+
+rule slow:
+    output: "shared/made"
+    shell: "sleep 2; touch {output}"
+
 rule retried:
     output: "retried"
     resources: prefill=halved(5)
@@ -83,7 +91,15 @@ def test_a_limit_below_what_a_job_needs_is_an_error(folder):
 def test_a_job_killed_for_want_of_memory_says_what_to_lower(folder):
     done = run(folder, "killed")
     assert done.returncode == 1
-    assert "killed by signal 9, most often for want of memory: lower extract.max" in done.stderr
+    hint = "killed by signal 9, most often for want of memory: lower extract.max"
+    assert any(line.startswith(hint) for line in done.stderr.splitlines())
+
+
+def test_a_job_that_fails_is_not_said_to_be_killed_and_ends_no_other(folder):
+    done = run(folder, "shared/failed", "shared/made")
+    assert done.returncode == 1 and "exit 3" in done.stderr
+    assert "signal 9" not in done.stderr
+    assert (folder / "shared/made").exists()
 
 
 def test_each_further_attempt_takes_half(folder):
