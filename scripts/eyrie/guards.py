@@ -123,15 +123,16 @@ def free_of_locks() -> None:
         if locks:
             print("removed the lock of a run that was killed in this folder", file=sys.stderr)
         return
+    unlock = shlex.join([*sys.argv, "--unlock"])
     print(
         "A run on another machine or on a cluster, or one that was killed, has locked this folder. "
-        f"To go on once its jobs have ended, unlock it and run again:\n    {shlex.join([*sys.argv, '--unlock'])}",
+        f"To go on once its jobs have ended, unlock it and run again:\n    {unlock}",
         file=sys.stderr,
     )
 
 
 def tell_holder(on_cluster: bool) -> None:
-    """Note for `free_of_locks` where the jobs run that this folder is locked for. A cluster's outlive
-    Snakemake."""
+    """Note for `free_of_locks` where the jobs run that this folder is locked for. A cluster's
+    outlive Snakemake."""
     with open(HOLDERS, "a") as file:
         file.write("a cluster\n" if on_cluster else f"{HERE}\n")
