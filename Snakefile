@@ -9,6 +9,7 @@ configfile: f"{workflow.basedir}/config.yaml"
 
 
 include: "rules/common.smk"
+include: "rules/inputs.smk"
 include: "rules/plan.smk"
 include: "rules/fetch.smk"
 include: "rules/shard.smk"

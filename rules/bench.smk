@@ -1,19 +1,3 @@
-def bench_of(run):
-    """What a run's benchmark reads of other drafts and prompts."""
-    bench = C.runs[run].bench
-    return [*bench.drafts.values(), *bench.prompt_files.values()]
-
-
-def pairs(key):
-    """A mapping of a run's benchmark as NAME=VALUE, one option each."""
-    return lambda wildcards: [f"{k}={v}" for k, v in of_run("bench", key)(wildcards).items()]
-
-
-def bench_flag(key):
-    """A switch of a run's benchmark: the option itself, or nothing."""
-    return lambda wildcards: options.flag(key.replace("_", "-"), of_run("bench", key)(wildcards))
-
-
 rule bench:
     input:
         hidden=hidden_of,

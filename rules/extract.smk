@@ -1,19 +1,3 @@
-def extractions(data):
-    """The extractions of a data set, each as its rule's name, its shards, its folder and what it
-    waits for: one for each node, and one that links what these have put into the store."""
-    names, folder = shard_names(data), f"{R}/data/{data}"
-    gate, nodes = f"{folder}/preflights.json", C.nodes_of(data)
-    if nodes == 1:
-        return [(data, names, folder, [gate])]
-    # As even as shards allow, and in one piece each, so that a node reads few files.
-    ends = [len(names) * node // nodes for node in range(nodes + 1)]
-    parts = [
-        (f"{data}_node{i}", names[ends[i] : ends[i + 1]], f"{folder}/nodes/{data}-{i}", [gate])
-        for i in range(nodes)
-    ]
-    return [*parts, (data, names, folder, [gate, *(f"{of}/hidden.json" for _, _, of, _ in parts)])]
-
-
 # One rule a data set, or one for each of its nodes: the engine is loaded once, for whatever shards
 # the store lacks.
 for data in C.data:

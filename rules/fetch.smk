@@ -1,15 +1,3 @@
-def content(block, identity, verifier=False):
-    """A parameter that changes with what a local source holds, and not with its files' times."""
-    try:
-        found = local_files.local_content(block.source, Path(identity), verifier)
-    except (DataError, OSError) as error:
-        sys.exit(str(error))
-    # A pod sees nothing of this machine.
-    if block.source.startswith("path:") and not found and not workflow.remote_exec:
-        sys.exit(f"{block.source}: no such file or folder, or an empty one")
-    return json.dumps(found)
-
-
 rule fetch_verifier:
     input:
         [local(C.verifier.chat_template)] if C.verifier.chat_template else [],

@@ -51,20 +51,6 @@ rule preflight:
         """
 
 
-def asked_for(data):
-    """Those runs of a data set that the targets name."""
-    names = guards.asked_for(workflow, C, REPORT)
-    return [run for run in names if C.runs[run].data == data]
-
-
-def shards_that_fit(wildcards):
-    """The shards of a data set, unless the engine has no room for their rows. A cluster's jobs find
-    out on its machines."""
-    if VERIFIER and (workflow.dryrun or not ON_CLUSTER) and not workflow.remote_exec:
-        guards.require_fit(C, asked_for(wildcards.data))
-    return token_shards(wildcards.data)
-
-
 # What extraction waits for, whatever makes it run: the drafts of its data set that are asked for.
 # They are a resource and the file is deleted afterwards: as inputs or parameters, a run more or a
 # draft's other keys would extract again, and train every run of the data set.

@@ -88,17 +88,6 @@ rule report:
         """
 
 
-def of_sweep(file):
-    """A file of each run that the config's `sweep` names."""
-
-    def files(wildcards):
-        if not C.sweep:
-            sys.exit("sweep: no run is named; list the runs to compare")
-        return expand(file, run=C.sweep)
-
-    return files
-
-
 rule report_sweep:
     input:
         checkpoint=of_sweep(f"{R}/ckpt_{{run}}"),

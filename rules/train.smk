@@ -1,31 +1,3 @@
-def all_gpus(wildcards):
-    """The GPUs of a run's training, on all of its machines."""
-    train = C.runs[wildcards.run].train
-    return train.gpus * train.nodes
-
-
-def if_several(value):
-    """A resource that only training on several machines has: `value` of their number."""
-
-    def resource(wildcards):
-        nodes = C.runs[wildcards.run].train.nodes
-        return value(nodes) if nodes > 1 else None
-
-    return resource
-
-
-def init_from(run):
-    """The draft that a run starts from, if there is one."""
-    folder = C.runs[run].train.init_from
-    return [folder] if folder else []
-
-
-def preflight_of(wildcards):
-    """What training waits for; an error where the checkpoint has lost a file."""
-    guards.require_whole(Path(f"{R}/ckpt_{wildcards.run}"))
-    return f"{R}/preflight_{wildcards.run}.json"
-
-
 rule train:
     input:
         hidden=hidden_of,

@@ -15,6 +15,7 @@ SNAKEFILE = """
 configfile: "config.yaml"
 
 include: "rules/common.smk"
+include: "rules/inputs.smk"
 
 rule all:
     default_target: True

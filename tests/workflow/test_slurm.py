@@ -24,6 +24,7 @@ SNAKEFILE = """
 configfile: "config.yaml"
 
 include: "rules/common.smk"
+include: "rules/inputs.smk"
 
 rule gpus:
     output: "{job}.json"

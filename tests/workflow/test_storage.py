@@ -31,6 +31,7 @@ SNAKEFILE = """
 configfile: "config.yaml"
 
 include: "rules/common.smk"
+include: "rules/inputs.smk"
 
 folder = workflow.storage_registry.default_storage_provider.object("s3://eyrie/folder")
 before = folder.exists()
