@@ -9,7 +9,6 @@ Exit 0: nothing disagrees. 1: something does. 2: it could not be looked at.
 """
 
 import argparse
-import math
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -720,11 +719,9 @@ def look_at_whole(
     found, steps = replay(said), replay.steps
     length, mended = acceptance_length(found), acceptance_length(replay(right))
     _, error = gain([np.zeros_like(a) for a in found], found)
-    room = GAP + 3 * error
-    told = f"±{error:.2f}" if math.isfinite(error) else "of one text, too few to judge by"
-    says = f"acceptance length {length:.2f} ({told}) as the checkpoint is"
-    evidence = {"acceptance_length": length, "mended": mended}
-    evidence["standard_error"] = error if math.isfinite(error) else None
+    room = GAP + 2 * error
+    says = f"acceptance length {length:.2f} (±{error:.2f}) as the checkpoint is"
+    evidence = {"acceptance_length": length, "standard_error": error, "mended": mended}
     if mended - length > MARGIN:
         says += f", {mended:.2f} with what was found mended"
     faults = []

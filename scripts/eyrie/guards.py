@@ -15,7 +15,7 @@ from snakemake.resources import Resource
 
 from eyrie.config import Config
 from eyrie.files import read_json
-from eyrie.jobs import runs_here
+from eyrie.jobs import end_orphans, runs_here
 from eyrie.plan import make_plan
 
 SCRIPTS = Path(__file__).parents[1]
@@ -84,7 +84,8 @@ def require_whole(folder: Path) -> None:
         files = read_json(manifest, "files")["files"] if manifest.exists() else ["manifest.json"]
     except ValueError as error:
         sys.exit(f"{error}; delete {folder}, and it is put there again")
-    if gone := [name for name in files if not (folder / name).exists()]:
+    # An epoch's folder may be deleted to free disk.
+    if gone := [name for name in files if "/" not in name and not (folder / name).exists()]:
         sys.exit(
             f"{folder}: {gone[0]} is gone; delete the folder, and it is put there again from what "
             "was trained, or trained again"
@@ -122,6 +123,8 @@ def free_of_locks() -> None:
             path.unlink(missing_ok=True)
         if locks:
             print("removed the lock of a run that was killed in this folder", file=sys.stderr)
+            for process in end_orphans():
+                print(f"ended process {process}, left by a job that was killed", file=sys.stderr)
         return
     unlock = shlex.join([*sys.argv, "--unlock"])
     print(

@@ -5,7 +5,6 @@ After vLLM's llama_eagle3: the state of token p and the embedding of token p + 1
 and each further step takes the state that the draft itself made.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,12 +178,11 @@ def acceptance_length(accepted: list[np.ndarray]) -> float:
 
 def gain(ours: list[np.ndarray], other: list[np.ndarray]) -> tuple[float, float]:
     """How much longer `other` accepts at the same positions, and that mean's standard error, the
-    positions of a passage being taken for one observation; infinite for a single passage."""
-    differences = [(b.sum(1) - a.sum(1)).sum() for a, b in zip(ours, other, strict=True)]
-    counts = np.array([len(a) for a in ours])
-    mean = sum(differences) / counts.sum()
-    number = len(counts)
-    if number < 2:
-        return float(mean), math.inf
-    squares = np.square(differences - mean * counts).sum() * number / (number - 1)
-    return float(mean), float(np.sqrt(squares) / counts.sum())
+    positions of a passage being taken for one observation; of a single passage each is one."""
+    rows = [b.sum(1) - a.sum(1) for a, b in zip(ours, other, strict=True)]
+    rows = rows if len(rows) > 1 else rows[0][:, None]
+    counts = np.array([len(row) for row in rows])
+    differences = np.array([row.sum() for row in rows])
+    mean = differences.sum() / counts.sum()
+    error = np.sqrt(np.square(differences - mean * counts).sum()) / counts.sum()
+    return float(mean), float(error)

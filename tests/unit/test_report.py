@@ -125,6 +125,7 @@ def made_up() -> dict:
             "engine_seconds": 150.0,
         },
         "plan": {
+            "trained": False,
             "run": "1k",
             "tokens": {"total": 450_000, "source": "plan.prompt_tokens <b>of</b> the config"},
             "states": {
