@@ -324,14 +324,12 @@ def _explain(error: dict) -> str:
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         known = {k: k for k in _known_keys(tuple(block))}
-        # A key that stands in no block, or is called so elsewhere.
-        blocks = {} if block else Config.model_fields
-        for other in ("shard", "extract", "vocab", "draft", "train", "bench") if blocks else ():
-            known |= {k: f"{other}.{k}" for k in _known_keys((other,)) if k not in known}
-        usual = {k: v for k, v in USUAL.items() if v in known}
-        usual |= {k: known[v] for k, v in USUAL.items() if v in known}
-        near = difflib.get_close_matches(str(key), [*usual, *known], n=1, cutoff=0.6)
-        hint = f"; did you mean {(usual | known)[near[0]]}?" if near else ""
+        # One that stands in no block may be of any.
+        for other in () if block else ("train", "draft", "vocab", "extract", "shard", "bench"):
+            known = {k: f"{other}.{k}" for k in _known_keys((other,))} | known
+        known = {theirs: known[ours] for theirs, ours in USUAL.items() if ours in known} | known
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
+        hint = f"; did you mean {known[near[0]]}?" if near else ""
         return f"{name}: there is no such key{hint}"
     if error["type"] == "missing":
         return f"{name}: missing"

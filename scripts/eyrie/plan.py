@@ -177,7 +177,10 @@ def read_verifier(path: Path) -> VerifierSizes | None:
             return VerifierSizes(text, total, "index")
     if known:
         return VerifierSizes(text, known, file.name)
-    width = bits(text if "quantization_config" in text else config)
+    try:
+        width = bits(text if "quantization_config" in text else config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
     total = parameters(text)[0] * width / 8
     return VerifierSizes(text, total, f"estimated, {width} bits a parameter")
 

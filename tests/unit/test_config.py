@@ -35,6 +35,9 @@ def test_the_default_is_valid():
     "path, value, message",
     [
         ("train.learnig_rate", 1, "train.learnig_rate: there is no such key"),
+        ("train.learnig_rate", 1, "did you mean lr"),
+        ("learnig_rate", 1, "did you mean train.lr"),
+        ("epoch", 1, "did you mean train.epochs"),
         ("train.epoch", 1, "did you mean epochs"),
         ("extract.max_num_seq", 1, "did you mean max_num_seqs"),
         ("reslts", "x", "did you mean results"),

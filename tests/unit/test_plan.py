@@ -191,7 +191,10 @@ WHOLE = {"stage": "load", "verifier": "v", "gpus": 0, "device": None, "amount": 
 WHOLE |= {"of": "r", "at": "2026-01-01"}
 
 
-@pytest.mark.parametrize("text", ["[]", "5", '{"stage": "lo', "", "{}", '{"a": "\xff"}'])
+ZEROS = [json.dumps(WHOLE | {key: 0}) for key in ("amount", "seconds")]
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '{"stage": "lo', "", "{}", '{"a": "\xff"}', *ZEROS])
 def test_a_line_that_is_no_measurement_is_named(tmp_path, text):
     path = tmp_path / "rates.jsonl"
     path.write_bytes(f"{json.dumps(WHOLE)}\n{text}\n".encode("latin-1"))
@@ -201,7 +204,11 @@ def test_a_line_that_is_no_measurement_is_named(tmp_path, text):
     assert read_rates(path) == [WHOLE]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"answers": 0, "tokens": 1}'])
+COUNTS = {"answers": 0, "tokens": 1, "supervised_tokens": 1, "rows": 0, "kept": 0}
+TEXTS = [json.dumps(COUNTS | {"rows": n, "kept": n}) for n in (0, -1, "x", None)]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"answers": 0, "tokens": 1}', *TEXTS])
 @pytest.mark.parametrize("name", ["hidden.json", "shards.json"])
 def test_what_an_earlier_stage_left_damaged_is_named(tmp_path, name, text):
     config = kimi(tmp_path)
@@ -250,6 +257,53 @@ def test_weights_of_an_index_of_files_and_of_a_guess(tmp_path):
     assert read_verifier(tmp_path).weight_bytes == 12345
     (tmp_path / "model.safetensors").write_bytes(b"x" * 77)
     assert read_verifier(tmp_path).weight_bytes == 77
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("hidden_size", "64"),
+        ("num_key_value_heads", -1),
+        ("head_dim", 1.5),
+        ("n_routed_experts", "many"),
+        ("v_head_dim", None),
+        ("first_k_dense_replace", 100),
+        ("quantization_config", "fp8"),
+        ("quantization_config", {"bits": [4]}),
+        ("quantization_config", {"config_groups": {"g": {"weights": [4]}}}),
+    ],
+)
+def test_a_size_that_is_none_is_named(tmp_path, key, value):
+    config = json.loads((ROOT / "configs/reference/kimi_k25.json").read_text())["config"]
+    config["text_config"][key] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=key):
+        read_verifier(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "quantization, width",
+    [
+        ({"quant_method": "mxfp4"}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        ({"quant_method": "awq", "w_bit": 4}, 4),
+        ({"quant_method": "fp8"}, 8),
+        (None, 16),
+    ],
+)
+def test_bits_of_a_weight(quantization, width):
+    assert planning.bits({"quantization_config": quantization}) == width
+
+
+def test_no_more_prompts_are_held_out_than_there_are_rows():
+    config = script.read_config([])
+    few, many = (planning.benchmark(config.bench, n, 100)[0] for n in (2, 1_000))
+    assert many - few == (config.bench.held_out_prompts - 2) * 100
+
+
+def test_gpus_that_do_not_divide_the_heads_are_refused(tmp_path):
+    faults = make_plan(kimi(tmp_path, extract={"gpus": 7}), "1k")["faults"]
+    assert any("extract.gpus: vLLM divides the verifier's 64" in fault for fault in faults)
 
 
 def test_sizes_that_a_config_leaves_out_are_not_guessed(tmp_path):

@@ -523,6 +523,12 @@ def test_training_and_serving_disagree(tmp_path):
     )
 
 
+def test_a_gap_of_few_drafts_is_no_disagreement(tmp_path):
+    data = made_up()
+    data["bench"]["held_out"] |= {"acceptance_length": 1.45, "drafts": 40}
+    assert "disagree" not in Page(write_report(tmp_path, data, measurements())).text
+
+
 def test_nothing_was_served_of_the_held_out_rows(tmp_path):
     data = made_up()
     data["bench"]["held_out"] = None
@@ -648,6 +654,15 @@ def test_verdict_says_slower():
     said = opening(*eagle3(29.8, acceptance_length=1.2))
     assert said["sentence"].startswith(
         "Serving is slower with the draft, 0.82 times as fast: 29.8 tokens/s against 36.3"
+    )
+
+
+def test_verdict_says_what_cannot_be_told():
+    """A range that holds 1, however large the mean."""
+    said = opening(*eagle3(46.6, spread=[0.77, 2.04]))
+    assert said["sentence"].startswith(
+        "Serving with the draft cannot be told from serving without: 1.28 times as fast, where "
+        "nine in ten lie from 0.77 to 2.04: 46.6 tokens/s"
     )
 
 
