@@ -263,3 +263,9 @@ def test_every_key_that_a_document_names_is_one(file):
         config = copy.deepcopy(DEFAULT)
         update_config(config, example)
         load_config(config)
+
+
+def test_results_may_be_spelled_anyhow():
+    """A rule makes out/x, and Snakemake would find none that makes ./out//x/."""
+    values = read_config_file(ROOT / "config.yaml")
+    assert load_config(values | {"results": "./out//x/"}).results == "out/x"
