@@ -104,16 +104,16 @@ def require_fit(config: Config, runs: list[str]) -> None:
             sys.exit(f"run {run} does not fit\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
-# This machine since it was started, and the container in it: a process id is one's of these.
+# This machine since it was started, the container in it, and whose processes `runs_here` can see.
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-HERE = f"{BOOT} {os.readlink('/proc/self/ns/pid')}"
+HERE = f"{BOOT} {os.readlink('/proc/self/ns/pid')} user {os.getuid()}"
 # Where the runs are that may hold this folder's locks, a line each.
 HOLDERS = Path(".snakemake/eyrie-holders")
 
 
 def free_of_locks() -> None:
     """Remove the locks that killed runs have left in this folder, and say so. Where one of another
-    machine may be running there, say with which command to remove them, and when."""
+    machine or user may be at work there, say with which command to remove them, and when."""
     locks = [path for path in Path(".snakemake/locks").glob("*") if path.is_file()]
     if "--unlock" in sys.argv or runs_here():
         return
