@@ -291,15 +291,19 @@ def draft_parameters(run, text: dict, layers: int) -> tuple[int, int]:
 
 def training_bytes(run, text: dict, layers: int) -> dict:
     """Bytes of training: `device` while it runs, in float32 weights, gradients and two moments of
-    the optimizer beside frozen copies of the verifier's embeddings and head and the draft's; `disk`
-    of the epochs' checkpoints in bf16 and of the states kept and the one being written."""
+    the optimizer beside frozen copies of the verifier's embeddings and head and the draft's, and
+    `batch`, what all TTT steps of a batch keep for their gradients; `disk` of the epochs'
+    checkpoints in bf16 and of the states kept and the one being written."""
     trained, whole = draft_parameters(run, text, layers)
     frozen = 2 * text["vocab_size"] * text["hidden_size"] + whole - trained
-    # Logits of a batch over the draft's vocabulary, the draft's and the verifier's, with gradients.
-    size = draft_size(run.vocab.draft_vocab_size, text["vocab_size"])
-    logits = 4 * 4 * run.train.total_seq_len * size
+    # Of a token: logits over the draft's vocabulary, the draft's and the verifier's, with
+    # gradients, some sixteen vectors of its width, and the MLPs' own three.
+    kept = 4 * draft_size(run.vocab.draft_vocab_size, text["vocab_size"])
+    kept += 16 * text["hidden_size"] + 3 * run.draft.num_hidden_layers * run.draft.intermediate_size
+    batch = 4 * kept * run.train.total_seq_len * run.train.ttt_steps
     return {
-        "device": 4 * (4 * trained + frozen) + logits,
+        "device": 4 * (4 * trained + frozen) + batch,
+        "batch": batch,
         "disk": run.train.epochs * 2 * whole + (run.train.keep + 1) * 12 * trained,
     }
 
@@ -393,10 +397,13 @@ def host_bytes(config: Config, run, sizes: VerifierSizes) -> dict[str, float]:
     head = 2 * sizes.text["vocab_size"] * sizes.hidden_size
     # On GPUs a state to be saved passes through the host.
     state = 12 * draft_parameters(run, sizes.text, layers)[0]
+    # A CPU's allocator holds what batches of other lengths have freed: the default job's training
+    # held three times what one batch needs.
+    on_cpu = training["device"] + 2 * training["batch"]
     train = PROCESS_BYTES * max(run.train.gpus, 1)
     return {
         "extract": engine(config.extract),
-        "train": train + (state if run.train.gpus else training["device"]),
+        "train": train + (state if run.train.gpus else on_cpu),
         "check": PROCESS_BYTES + 2 * (head + 2 * draft_parameters(run, sizes.text, layers)[1]),
         "bench": at_once * engine(run.bench),
     }
