@@ -139,7 +139,9 @@ def new_config(
     )
     routed = experts(text)
     dense = text.get("first_k_dense_replace") or not routed
-    scaled = draft["rope_scaling"] or not layer_fields(text)["rope_scaling"]
+    told_scaling = "the verifier's" if draft["rope_scaling"] else "the verifier has none"
+    if layer_fields(text)["rope_scaling"] and not draft["rope_scaling"]:
+        told_scaling = "the verifier's own is left out: training and vLLM do not compute it alike"
     why = {
         "num_attention_heads": "the verifier's",
         "num_key_value_heads": "the verifier's; of MLA as many as heads"
@@ -150,9 +152,7 @@ def new_config(
         if dense
         else f"of one of the verifier's {routed} experts; it has no dense layers",
         "rope_theta": "the verifier's",
-        "rope_scaling": ("the verifier's" if draft["rope_scaling"] else "the verifier has none")
-        if scaled
-        else "the verifier's own is left out: training and vLLM do not compute it alike",
+        "rope_scaling": told_scaling,
         "max_position_embeddings": "the verifier's",
         "rms_norm_eps": "the verifier's",
     }

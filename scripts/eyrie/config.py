@@ -460,6 +460,30 @@ def _text_problems(value, path: str = "") -> list[str]:
     return problems
 
 
+def _results_problems(config: Config) -> list[str]:
+    """Of the results' folder as it is: none can be made there, it may not be written to, or a
+    source lies in it."""
+    results = Path(config.results)
+    place = next(p for p in (results, *results.parents) if os.path.lexists(p))
+    problems = [] if os.path.isdir(place) else [f"results: {place} is in the way, and no folder"]
+    problems += [
+        f"results: {path} may not be written to; change its mode, or name another folder"
+        for path in (place, *(results / name for name in ("logs", ".state", "data")))
+        if os.path.isdir(path) and not os.access(path, os.W_OK)
+    ]
+    sources = {f"conversations.{i}": block for i, block in enumerate(config.conversations)}
+    sources = {"verifier": config.verifier, "prompts": config.prompts} | sources
+    for name, block in sources.items():
+        kind, _, spec = block.source.partition(":")
+        path = Path(os.path.realpath(os.path.expanduser(spec)))
+        if kind == "path" and path.is_relative_to(os.path.realpath(results)):
+            problems.append(
+                f"{name}.source: {spec} lies in the results, {results}, where what is made anew is "
+                "deleted first: move it, or name another folder for `results`"
+            )
+    return problems
+
+
 def missing_files(config: Config) -> list[str]:
     """Files and folders that the config names and that are not there, with their keys; and what is
     wrong with the results' folder. Snakemake would leave out the job that reads them where its
@@ -474,25 +498,7 @@ def missing_files(config: Config) -> list[str]:
             if path not in named.values():
                 named[f"runs.{name}.{key}"] = path
     made = os.path.realpath(config.results)
-    results = Path(config.results)
-    place = next(p for p in (results, *results.parents) if os.path.lexists(p))
-    blocked = [] if os.path.isdir(place) else [f"results: {place} is in the way, and no folder"]
-    written = [place, *(results / name for name in ("logs", ".state", "data"))]
-    blocked += [
-        f"results: {path} may not be written to; change its mode, or name another folder"
-        for path in written
-        if os.path.isdir(path) and not os.access(path, os.W_OK)
-    ]
-    sources = {f"conversations.{i}": block for i, block in enumerate(config.conversations)}
-    for name, block in ({"verifier": config.verifier, "prompts": config.prompts} | sources).items():
-        kind, _, spec = block.source.partition(":")
-        place = os.path.realpath(os.path.expanduser(spec))
-        if kind == "path" and Path(place).is_relative_to(made):
-            blocked.append(
-                f"{name}.source: {spec} lies in the results, {config.results}, where what is made "
-                "anew is deleted first: move it, or name another folder for `results`"
-            )
-    return blocked + [
+    return _results_problems(config) + [
         f"{key}: {path}: no such file or folder"
         for key, path in named.items()
         if path

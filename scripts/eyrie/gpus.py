@@ -60,8 +60,7 @@ def hold(paths: Iterable[str]) -> list:
     Raises:
         ValueError: one of them is no file of ours.
     """
-    for process in end_orphans():
-        print(f"ended process {process}, left by a job that was killed", file=sys.stderr)
+    end_orphans()
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     files = []
     # In one order, so that no two jobs wait for each other.

@@ -60,7 +60,8 @@ def look_into_buckets(workflow) -> None:
 
 def asked_for(workflow, config: Config, default: str) -> list[str]:
     """The runs that the targets name, known once all rules are read. A job on another machine has
-    its own outputs for targets: it takes what Snakemake was asked for, or, in a pod, all runs."""
+    its own outputs for targets: it takes what Snakemake was asked for, by the environment, or, in
+    a pod, which has none of that, all runs."""
     if workflow.remote_exec:
         return json.loads(os.environ.get("EYRIE_ASKED", json.dumps(list(config.runs))))
     names = set()
@@ -123,8 +124,7 @@ def free_of_locks() -> None:
             path.unlink(missing_ok=True)
         if locks:
             print("removed the lock of a run that was killed in this folder", file=sys.stderr)
-            for process in end_orphans():
-                print(f"ended process {process}, left by a job that was killed", file=sys.stderr)
+            end_orphans()
         return
     unlock = shlex.join([*sys.argv, "--unlock"])
     print(

@@ -55,11 +55,12 @@ def end(wanted) -> list[str]:
     return list(ended.values())
 
 
-def end_orphans() -> list[str]:
-    """End what jobs have left whose shell or Snakemake is gone; as `end`."""
-    return end(
+def end_orphans() -> None:
+    """End what jobs have left whose shell or Snakemake is gone, and say what that was."""
+    for process in end(
         lambda job, snakemake: not all(map(os.path.exists, (f"/proc/{job}", f"/proc/{snakemake}")))
-    )
+    ):
+        print(f"ended process {process}, left by a job that was killed", file=sys.stderr)
 
 
 def runs_here() -> list[int]:
@@ -83,11 +84,11 @@ def main() -> None:
         watched = [os.pidfd_open(job), os.pidfd_open(snakemake)]
     except ProcessLookupError:
         watched = []
-    gone = select.select(watched, [], [])[0] if watched else []
-    if watched and watched[0] not in gone:
-        signal.pidfd_send_signal(watched[0], signal.SIGTERM)
-    elif watched:
-        late = time.monotonic() + ENDING
+    if watched:
+        gone, _, _ = select.select(watched, [], [])
+        if watched[0] not in gone:
+            signal.pidfd_send_signal(watched[0], signal.SIGTERM)
+        late = time.monotonic() + (ENDING if watched[0] in gone else 0)
         while time.monotonic() < late and any(number == job for number, _ in running().values()):
             time.sleep(POLL)
     ended = end(lambda number, _: number == job)

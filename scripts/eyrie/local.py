@@ -5,6 +5,7 @@ where its size, its time or its inode's time, which nobody sets back, differ fro
 fetched.
 """
 
+import functools
 import hashlib
 import os
 from pathlib import Path
@@ -63,14 +64,15 @@ def sampled(path: Path) -> str:
     return hashed.hexdigest()
 
 
-def named_content(path: str) -> list[str]:
-    """What a file of prompts or a draft's folder holds now, by `sampled`; nothing where it is not
-    there."""
+@functools.cache
+def named_content(path: str) -> tuple[str, ...]:
+    """What a file of prompts or a draft's folder holds, by `sampled`; nothing where it is not
+    there. Several rules ask."""
     if os.path.isdir(path):
         files = [file for file in sorted(Path(path).iterdir()) if file.is_file()]
     else:
         files = [Path(path)] if os.path.exists(path) else []
-    return [sampled(file) for file in files]
+    return tuple(map(sampled, files))
 
 
 def local_content(source: str, identity: Path, verifier: bool = False) -> dict[str, str]:

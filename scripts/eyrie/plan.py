@@ -28,6 +28,7 @@ from eyrie.memory import (
 )
 from eyrie.misfit import misfit
 from eyrie.rates import device_name, gpus_here, measured, passes, read_rates
+from eyrie.results import again, read_result
 from eyrie.verifier import draft_size, extraction_ids, text_config, weight_bytes
 
 # Sustained, where nothing was measured, of a GPU and of a core: floating-point operations a second
@@ -227,14 +228,11 @@ def count_tokens(config: Config, data: str) -> dict:
             "hidden.json": ("rows", "supervised_tokens"),
             "shards.json": ("kept",),
         }[name]
-        keys = (key, "answers", "tokens", *more)
-        there = [(path, read_json(path, *keys)) for path in paths if path.exists()]
+        shape = {"answers": object} | dict.fromkeys((key, "tokens", *more), int)
+        there = [(path, read_result(path, shape)) for path in paths if path.exists()]
         for path, counted in there:
-            numbers = {k: counted[k] for k in (key, "tokens", *more)}
-            wrong = misfit(numbers, dict.fromkeys(numbers, int))
-            if wrong or min(numbers.values()) < 0 or not numbers[key]:
-                wrong = wrong or f"{numbers}, of which none can be"
-                raise ValueError(f"{path}: {wrong}; delete it, and make it again")
+            if counted[key] < 1 or min(counted[k] for k in ("tokens", *more)) < 0:
+                raise ValueError(f"{path}: counts less than nothing, or no row: {again(path)}")
         # The answers of a verifier say nothing of the data's own.
         there = [(p, d) for p, d in there if bool(d["answers"] not in (0, "dataset")) == generated]
         own = [pair for pair in there[:1] if pair[0] == paths[0]]

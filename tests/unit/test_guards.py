@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eyrie import guards
+from eyrie import guards, jobs
 
 RUNS = SimpleNamespace(runs=dict.fromkeys(["10", "1k", "1k-wide"]), sweep=["10", "1k-wide"])
 
@@ -37,7 +37,7 @@ def test_a_job_on_another_machine_knows_which_runs_were_asked_for(monkeypatch):
 def locked(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["snakemake", "-j", "8", "a target"])
-    monkeypatch.setattr(guards, "end_orphans", lambda: ["12 python"])
+    monkeypatch.setattr(jobs, "end", lambda wanted: ["12 python"])
     lock = tmp_path / ".snakemake/locks/0.output.lock"
     lock.parent.mkdir(parents=True)
     lock.write_text("a target\n")
